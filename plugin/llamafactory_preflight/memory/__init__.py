@@ -1,0 +1,7 @@
+"""What one training process will allocate on its GPU, in closed form, without torch."""
+
+from __future__ import annotations
+
+from llamafactory_preflight.memory.estimate import MemoryEstimate, estimate
+
+__all__ = ["MemoryEstimate", "estimate"]

@@ -1,0 +1,159 @@
+"""The arguments that decide memory, as one frozen description of a run.
+
+Field names and defaults are LLaMA-Factory's own (a test compares them with the installed version), so that a remedy is
+`dataclasses.replace(run, **{"cutoff_len": 1024})` and prints as `cutoff_len=1024`. No other module knows these names as text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunDescription:
+    """One training run, as LLaMA-Factory will see it after parsing; no model or machine facts.
+
+    Comma-separated lists of LLaMA-Factory are tuples here. `deepspeed` is the parsed JSON, whatever way it was given.
+    """
+
+    # model
+    model_name_or_path: str | None = None
+    adapter_name_or_path: tuple[str, ...] = ()
+    model_revision: str = "main"
+    cache_dir: str | None = None
+    trust_remote_code: bool = False
+    resize_vocab: bool = False
+    rope_scaling: str | None = None
+    flash_attn: str = "auto"
+    shift_attn: bool = False
+    mixture_of_depths: str | None = None
+    use_unsloth: bool = False
+    use_unsloth_gc: bool = False
+    enable_liger_kernel: bool = False
+    moe_aux_loss_coef: float | None = None
+    disable_gradient_checkpointing: bool = False
+    use_reentrant_gc: bool = True
+    upcast_layernorm: bool = False
+    upcast_lmhead_output: bool = False
+    train_from_scratch: bool = False
+    infer_dtype: str = "auto"
+    use_v1_kernels: bool | None = False
+    use_kt: bool = False
+    quantization_method: str = "bnb"
+    quantization_bit: int | None = None
+    quantization_type: str = "nf4"
+    double_quantization: bool = True
+    image_max_pixels: int = 768 * 768
+    image_min_pixels: int = 32 * 32
+    video_max_pixels: int = 256 * 256
+    video_maxlen: int = 128
+    # data
+    template: str | None = None
+    dataset: tuple[str, ...] = ()
+    eval_dataset: tuple[str, ...] = ()
+    dataset_dir: str = "data"
+    tokenized_path: str | None = None
+    cutoff_len: int = 2048
+    packing: bool | None = None
+    neat_packing: bool = False
+    streaming: bool = False
+    val_size: float = 0.0
+    max_samples: int | None = None
+    preprocessing_num_workers: int | None = None
+    # method
+    stage: str = "sft"
+    finetuning_type: str = "lora"
+    pure_bf16: bool = False
+    freeze_trainable_layers: int = 2
+    freeze_trainable_modules: tuple[str, ...] = ("all",)
+    freeze_extra_modules: tuple[str, ...] = ()
+    additional_target: tuple[str, ...] = ()
+    lora_rank: int = 8
+    lora_target: tuple[str, ...] = ("all",)
+    lora_dropout: float = 0.0
+    loraplus_lr_ratio: float | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    pissa_init: bool = False
+    pissa_convert: bool = False
+    create_new_adapter: bool = False
+    oft_rank: int = 0
+    oft_block_size: int = 32
+    oft_target: tuple[str, ...] = ("all",)
+    module_dropout: float = 0.0
+    use_llama_pro: bool = False
+    freeze_vision_tower: bool = True
+    freeze_multi_modal_projector: bool = True
+    freeze_language_model: bool = False
+    use_dft_loss: bool = False
+    use_asft_loss: bool = False
+    use_eaft_loss: bool = False
+    compute_accuracy: bool = False
+    # preference and reinforcement stages
+    pref_loss: str = "sigmoid"
+    pref_ftx: float = 0.0
+    ref_model: str | None = None
+    ref_model_adapters: str | None = None
+    ref_model_quantization_bit: int | None = None
+    reward_model: str | None = None
+    reward_model_type: str = "lora"
+    reward_model_quantization_bit: int | None = None
+    ppo_buffer_size: int = 1
+    max_new_tokens: int = 1024
+    # optimizer
+    optim: str | None = None
+    optim_target_modules: str | None = None
+    max_grad_norm: float = 1.0
+    use_galore: bool = False
+    galore_target: tuple[str, ...] = ("all",)
+    galore_rank: int = 16
+    galore_layerwise: bool = False
+    use_apollo: bool = False
+    apollo_target: tuple[str, ...] = ("all",)
+    apollo_rank: int = 16
+    apollo_layerwise: bool = False
+    use_badam: bool = False
+    badam_mode: str = "layer"
+    badam_update_ratio: float = 0.05
+    use_adam_mini: bool = False
+    use_muon: bool = False
+    # loop
+    do_train: bool = False
+    do_eval: bool = False
+    do_predict: bool = False
+    predict_with_generate: bool = False
+    per_device_train_batch_size: int = 8
+    per_device_eval_batch_size: int = 8
+    gradient_accumulation_steps: int = 1
+    gradient_checkpointing: bool = False
+    bf16: bool = False
+    fp16: bool = False
+    fp8: bool = False
+    torch_compile: bool = False
+    neftune_noise_alpha: float | None = None
+    label_smoothing_factor: float = 0.0
+    torch_empty_cache_steps: int | None = None
+    eval_strategy: str = "no"
+    eval_accumulation_steps: int | None = None
+    prediction_loss_only: bool = False
+    dataloader_num_workers: int = 0
+    dataloader_pin_memory: bool = True
+    use_cpu: bool = False
+    # saving
+    output_dir: str | None = None
+    save_strategy: str = "steps"
+    save_steps: float = 500
+    save_total_limit: int | None = None
+    save_only_model: bool = False
+    max_steps: int = -1
+    num_train_epochs: float = 3.0
+    # distribution and engines that are not modelled
+    deepspeed: dict[str, Any] | None = None
+    fsdp: str | None = None
+    use_mca: bool = False
+    use_hyper_parallel: bool = False
+    # inference and export
+    export_dir: str | None = None
+    export_device: str = "cpu"
+    infer_backend: str = "huggingface"
