@@ -1,0 +1,58 @@
+"""The plugin's switches: environment variables, because LLaMA-Factory refuses YAML keys that it does not know."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from llamafactory_preflight.errors import UserError
+
+PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
+TEMPLATE_VARIABLE = "LLAMAFACTORY_TEMPLATE"
+GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"
+
+Mode = Literal["block", "warn", "fit", "off"]
+TemplateMode = Literal["fix", "warn", "off"]
+MODES = ("block", "warn", "fit", "off")
+TEMPLATE_MODES = ("fix", "warn", "off")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """What the user asked of the plugin.
+
+    Attributes:
+        mode: `block` stops a run that cannot fit, `warn` only says so, `fit` may change the run, `off` does nothing.
+        template: `fix` repairs the chat template, `warn` only says what differs, `off` does nothing.
+        gpu: Another card to plan for, as `--gpu` takes it, or None for the one in this machine.
+    """
+
+    mode: Mode = "block"
+    template: TemplateMode = "fix"
+    gpu: str | None = None
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
+        """Reads the switches; an empty variable counts as not set.
+
+        Raises:
+            UserError: A switch has a value that does not exist.
+        """
+        env = os.environ if environ is None else environ
+        return cls(
+            mode=cast(Mode, _choice(env, PREFLIGHT_VARIABLE, MODES)),
+            template=cast(TemplateMode, _choice(env, TEMPLATE_VARIABLE, TEMPLATE_MODES)),
+            gpu=env.get(GPU_VARIABLE, "").strip() or None,
+        )
+
+
+def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...]) -> str:
+    value = env.get(variable, "").strip().lower() or choices[0]
+    if value not in choices:
+        raise UserError(
+            f"{variable}={env[variable]} is not a mode",
+            next_step=f"Set it to one of {', '.join(choices)}, or unset it",
+        )
+    return value
