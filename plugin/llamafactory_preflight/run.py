@@ -1,13 +1,21 @@
 """The arguments that decide memory, as one frozen description of a run.
 
 Field names and defaults are LLaMA-Factory's own (a test compares them with the installed version), so that a remedy is
-`dataclasses.replace(run, **{"cutoff_len": 1024})` and prints as `cutoff_len=1024`. No other module knows these names as text.
+`dataclasses.replace(run, **{"cutoff_len": 1024})` and prints as `cutoff_len=1024`. No other module knows these names as
+text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
+
+from llamafactory_preflight import schema
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.software import Software
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,3 +165,99 @@ class RunDescription:
     export_dir: str | None = None
     export_device: str = "cpu"
     infer_backend: str = "huggingface"
+
+
+def from_arguments(
+    arguments: Mapping[str, Any], *, software: Software, origin: str, allow_extra: bool = False
+) -> RunDescription:
+    """Describes the run that LLaMA-Factory would start with these arguments.
+
+    Args:
+        arguments: Keys and values as `arguments.read` returns them.
+        software: Installed versions; they decide a few defaults.
+        origin: What to call the source in messages, usually the file's name.
+        allow_extra: Whether unknown keys are legal, as under `ALLOW_EXTRA_ARGS=1`.
+
+    Raises:
+        UserError: One message with every unknown key, wrong type and unreadable DeepSpeed JSON.
+    """
+    known = schema.load()
+    problems = dict(known.problems(arguments, allow_extra=allow_extra)) if known else {}
+    values: dict[str, Any] = {}
+    for field in fields(RunDescription):
+        if field.name not in arguments or field.name in problems:
+            continue
+        try:
+            values[field.name] = _converted(field.name, str(field.type), arguments[field.name])
+        except UserError as problem:
+            problems[field.name] = problem
+    if not arguments.get("model_name_or_path"):
+        problems["model_name_or_path"] = UserError("`model_name_or_path` is missing")
+    if problems:
+        raise _together(list(problems.values()), origin)
+    return RunDescription(**(values | dict(_implied(values, software=software, known=known))))
+
+
+def _implied(
+    values: Mapping[str, Any], *, software: Software, known: schema.Schema | None
+) -> Iterator[tuple[str, Any]]:
+    """What LLaMA-Factory and transformers set after parsing, where it bears on memory."""
+    if values.get("optim") is None:
+        defaults = known.arguments["optim"].defaults if known and "optim" in known.arguments else ()
+        # transformers prefers the fused optimizer from torch 2.8 on, if it knows of that preference at all.
+        fused = "adamw_torch_fused" in defaults and software.at_least("torch", 2, 8)
+        yield "optim", "adamw_torch_fused" if fused else "adamw_torch"
+    if values.get("neat_packing"):
+        yield "packing", True
+    elif values.get("packing") is None:
+        yield "packing", values.get("stage", "sft") == "pt"
+    if values.get("eval_strategy", "no") != "no":
+        yield "do_eval", True
+
+
+def _converted(name: str, annotation: str, value: Any) -> Any:
+    """One argument as `RunDescription` holds it."""
+    if name == "deepspeed":
+        return _deepspeed(value)
+    if annotation.startswith("tuple"):
+        items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+        return tuple(str(item).strip() for item in items if item is not None)
+    if annotation.startswith("str"):
+        if isinstance(value, list):
+            return ",".join(str(item) for item in value) or None
+        return None if value is None or value is False else str(value)
+    if value is None:
+        if "None" in annotation:
+            return None
+        raise UserError(f"`{name}` is empty")
+    kind = {"bool": bool, "int": int, "float": float}[annotation.removesuffix(" | None")]
+    if kind is bool and not isinstance(value, bool):
+        raise UserError(f"`{name}` is {value!r}, not true or false")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise UserError(f"`{name}` is {value!r}, not a number") from None
+
+
+def _deepspeed(value: Any) -> dict[str, Any] | None:
+    if value is None or isinstance(value, dict):
+        return value or None
+    try:
+        text = str(value) if str(value).startswith("{") else Path(str(value)).read_text(encoding="utf-8")
+        loaded = json.loads(text)
+    except FileNotFoundError:
+        raise UserError(f"The DeepSpeed file {value} does not exist", where="`deepspeed`") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"The DeepSpeed file {value} is not readable JSON: {error}", where="`deepspeed`") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"The DeepSpeed file {value} holds no JSON object", where="`deepspeed`")
+    return loaded
+
+
+def _together(problems: list[UserError], origin: str) -> UserError:
+    if len(problems) == 1:
+        (problem,) = problems
+        where = ", ".join(part for part in (origin, problem.where) if part)
+        return UserError(problem.what, where=where, next_step=problem.next_step)
+    lines = "".join(f"\n  - {problem}" for problem in problems)
+    return UserError(f"{len(problems)} arguments in {origin} need attention:{lines}".removesuffix("."))
