@@ -1,0 +1,49 @@
+"""What the processes of one training run tell each other, through environment variables that children inherit."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+
+CHECKED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_CHECKED"
+WARNED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_WARNED"
+
+
+def mark_checked(arguments: Mapping[str, Any]) -> None:
+    """Tells the children that these arguments were looked at. A digest, so that other arguments are checked again."""
+    os.environ[CHECKED_VARIABLE] = _digest(arguments)
+
+
+def is_checked(arguments: Mapping[str, Any]) -> bool:
+    """Whether this process or a parent has looked at the same arguments."""
+    return os.environ.get(CHECKED_VARIABLE) == _digest(arguments)
+
+
+def speaks() -> bool:
+    """Whether this process is the one of its machine that reports."""
+    if "LOCAL_WORLD_SIZE" in os.environ:  # torchrun and Ray Train: ranks count per machine
+        return os.environ.get("LOCAL_RANK", "0") == "0"
+    # LLaMA-Factory's own Ray workers all have local rank 0.
+    return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("RANK", "0") == "0"
+
+
+def say(message: str) -> None:
+    """Writes one line to standard error, so that standard output stays LLaMA-Factory's."""
+    print(f"llamafactory-preflight: {message}", file=sys.stderr, flush=True)
+
+
+def warn_once(message: str) -> None:
+    """Says something unless it was just said in this tree of processes: every rank and every hook would repeat it."""
+    mark = hashlib.sha256(message.encode()).hexdigest()
+    if os.environ.get(WARNED_VARIABLE) != mark and speaks():
+        os.environ[WARNED_VARIABLE] = mark
+        say(message)
+
+
+def _digest(arguments: Mapping[str, Any]) -> str:
+    text = repr(sorted(arguments.items(), key=lambda item: str(item[0])))
+    return hashlib.sha256(text.encode()).hexdigest()

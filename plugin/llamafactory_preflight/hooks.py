@@ -1,0 +1,163 @@
+"""Where the plugin reaches into LLaMA-Factory. No other module names a function of it to patch.
+
+Every hook fails open: whatever goes wrong in here is one line on standard error, and LLaMA-Factory goes on.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Literal
+
+from llamafactory_preflight import handoff
+
+
+SUBCOMMANDS = ("preflight", "presets", "doctor")
+USAGE = """\
+| Added by llamafactory-preflight:
+|   llamafactory-cli preflight A.yaml: tell whether a training run fits the GPU
+|   llamafactory-cli presets: list, show or copy training presets
+|   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
+
+_V1_TRAIN_COMMANDS = ("train", "sft", "dpo", "rm")
+
+
+def _around_main(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs our own subcommands here, because what follows imports torch, which takes seconds."""
+
+    @functools.wraps(original)
+    def main(*args: Any, **kwargs: Any) -> Any:
+        _run_own_subcommand()
+        if os.environ.get("USE_V1", "0").lower() in ("true", "y", "1") and _command() in _V1_TRAIN_COMMANDS:
+            _fail_open(lambda: handoff.warn_once("memory unknown: USE_V1=1 is not modelled"))
+        return original(*args, **kwargs)
+
+    return main
+
+
+def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks a run before torchrun starts, so that a refusal is one message and not one traceback per rank."""
+
+    @functools.wraps(original)
+    def launch(*args: Any, **kwargs: Any) -> Any:
+        _run_own_subcommand()  # `python -m llamafactory.cli` comes here without passing the `main` that we wrapped
+        command, arguments = _command(), sys.argv[2:]
+        if command == "train" and arguments:
+            _fail_open(lambda: _check(arguments, "launcher"))
+        result = original(*args, **kwargs)
+        if command in ("", "help"):
+            print(USAGE)
+        return result
+
+    return launch
+
+
+def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Checks a run in the process that trains: a rank, a Ray worker, or a program that calls `run_exp(args)`."""
+
+    @functools.wraps(original)
+    def get_train_args(args: dict[str, Any] | list[str] | None = None, *others: Any, **named: Any) -> Any:
+        if args:
+            _fail_open(lambda: _check(args, "process"))
+        return original(args, *others, **named)
+
+    return get_train_args
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PatchPoint:
+    """One function of LLaMA-Factory that we wrap right after its module was imported.
+
+    Attributes:
+        module: Full name of the module.
+        attribute: Name of the function in it.
+        around: Makes the wrapper from the original.
+    """
+
+    module: str
+    attribute: str
+    around: Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+POINTS = (
+    PatchPoint(module="llamafactory.cli", attribute="main", around=_around_main),
+    PatchPoint(module="llamafactory.launcher", attribute="launch", around=_around_launch),
+    PatchPoint(module="llamafactory.train.tuner", attribute="get_train_args", around=_around_get_train_args),
+)
+MODULES = frozenset(point.module for point in POINTS)
+
+
+def apply(module: ModuleType) -> None:
+    """Wraps the patch points of a module that was just imported, or imported again."""
+    for point in POINTS:
+        if point.module != module.__name__:
+            continue
+        original = getattr(module, point.attribute, None)
+        if not callable(original):
+            _fail_open(functools.partial(_warn_missing, point))
+        elif not is_applied(original):
+            wrapper = point.around(original)
+            wrapper.__llamafactory_preflight__ = True  # type: ignore[attr-defined]
+            setattr(module, point.attribute, wrapper)
+
+
+def is_applied(function: object) -> bool:
+    """Whether this is one of our wrappers; `importlib.reload` can bring them here a second time."""
+    return getattr(function, "__llamafactory_preflight__", False) is True
+
+
+def status() -> dict[str, str]:
+    """Tells of every patch point whether it is live in this process, missing, or its module not loaded."""
+    found = {}
+    for point in POINTS:
+        module = sys.modules.get(point.module)
+        live = is_applied(getattr(module, point.attribute, None))
+        found[f"{point.module}.{point.attribute}"] = "live" if live else "missing" if module else "not loaded"
+    return found
+
+
+def _warn_missing(point: PatchPoint) -> None:
+    handoff.warn_once(f"this LLaMA-Factory has no {point.module}.{point.attribute}; what hooks in there is not active")
+
+
+def _command() -> str:
+    return sys.argv[1] if len(sys.argv) > 1 else ""
+
+
+def _run_own_subcommand() -> None:
+    if _command() in SUBCOMMANDS:
+        from llamafactory_preflight import cli
+
+        raise SystemExit(cli.main(sys.argv[1:]))
+
+
+def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> None:
+    if "-h" in given or "--help" in given or (stage == "process" and not handoff.speaks()):
+        return
+    from llamafactory_preflight import arguments, preflight
+
+    by_name = given if isinstance(given, dict) else arguments.read(given)
+    if handoff.is_checked(by_name):
+        return
+    if stage == "launcher":  # before the check: a child does not repeat one that failed
+        handoff.mark_checked(by_name)
+    preflight.guard_train(given, stage=stage)
+
+
+def _fail_open(step: Callable[[], None]) -> None:
+    """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
+    try:
+        from llamafactory_preflight.errors import UserError
+        from llamafactory_preflight.settings import Settings
+
+        try:
+            if Settings.from_environment().mode != "off":
+                step()
+        except UserError as error:
+            handoff.warn_once(str(error))
+    except Exception as error:
+        handoff.warn_once(f"the check failed and is left out ({type(error).__name__}: {' '.join(str(error).split())})")
