@@ -10,17 +10,27 @@ from typing import Any
 
 
 CHECKED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_CHECKED"
+CONFIG_VARIABLE = "LLAMAFACTORY_PREFLIGHT_CONFIG"
 WARNED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_WARNED"
 
 
-def mark_checked(arguments: Mapping[str, Any]) -> None:
-    """Tells the children that these arguments were looked at. A digest, so that other arguments are checked again."""
+def mark_checked(arguments: Mapping[str, Any], *, config_file: str) -> None:
+    """Tells the children that these arguments were looked at, and from which file they are.
+
+    A digest and not a flag, so that a child with other arguments checks them again.
+    """
     os.environ[CHECKED_VARIABLE] = _digest(arguments)
+    os.environ[CONFIG_VARIABLE] = os.path.abspath(config_file)
 
 
 def is_checked(arguments: Mapping[str, Any]) -> bool:
     """Whether this process or a parent has looked at the same arguments."""
     return os.environ.get(CHECKED_VARIABLE) == _digest(arguments)
+
+
+def config_file() -> str:
+    """The file that the parent was started with; a Ray worker sees it nowhere else."""
+    return os.environ.get(CONFIG_VARIABLE, "")
 
 
 def speaks() -> bool:

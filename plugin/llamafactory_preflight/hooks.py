@@ -10,8 +10,9 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from llamafactory_preflight import handoff
 
@@ -23,6 +24,7 @@ USAGE = """\
 |   llamafactory-cli presets: list, show or copy training presets
 |   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
 
+_T = TypeVar("_T")
 _V1_TRAIN_COMMANDS = ("train", "sft", "dpo", "rm")
 
 
@@ -33,7 +35,7 @@ def _around_main(original: Callable[..., Any]) -> Callable[..., Any]:
     def main(*args: Any, **kwargs: Any) -> Any:
         _run_own_subcommand()
         if os.environ.get("USE_V1", "0").lower() in ("true", "y", "1") and _command() in _V1_TRAIN_COMMANDS:
-            _fail_open(lambda: handoff.warn_once("memory unknown: USE_V1=1 is not modelled"))
+            _fail_open(lambda: handoff.warn_once("memory unknown: USE_V1=1 is not modelled"), None)
         return original(*args, **kwargs)
 
     return main
@@ -47,7 +49,7 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         _run_own_subcommand()  # `python -m llamafactory.cli` comes here without passing the `main` that we wrapped
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
-            _fail_open(lambda: _check(arguments, "launcher"))
+            _fail_open(lambda: _check(arguments, "launcher"), None)
         result = original(*args, **kwargs)
         if command in ("", "help"):
             print(USAGE)
@@ -62,7 +64,9 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_train_args(args: dict[str, Any] | list[str] | None = None, *others: Any, **named: Any) -> Any:
         if args:
-            _fail_open(lambda: _check(args, "process"))
+            _fail_open(functools.partial(_check, args, "process"), None)
+        if isinstance(args, dict):
+            args = _fail_open(functools.partial(_with_found_paths, args), args)
         return original(args, *others, **named)
 
     return get_train_args
@@ -98,7 +102,7 @@ def apply(module: ModuleType) -> None:
             continue
         original = getattr(module, point.attribute, None)
         if not callable(original):
-            _fail_open(functools.partial(_warn_missing, point))
+            _fail_open(functools.partial(_warn_missing, point), None)
         elif not is_applied(original):
             wrapper = point.around(original)
             wrapper.__llamafactory_preflight__ = True  # type: ignore[attr-defined]
@@ -144,11 +148,20 @@ def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "proces
     if handoff.is_checked(by_name):
         return
     if stage == "launcher":  # before the check: a child does not repeat one that failed
-        handoff.mark_checked(by_name)
+        handoff.mark_checked(by_name, config_file=sys.argv[2])
     preflight.guard_train(given, stage=stage)
 
 
-def _fail_open(step: Callable[[], None]) -> None:
+def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
+    """Lets LLaMA-Factory find what a preset names, in every rank, from whatever folder the run was started."""
+    from llamafactory_preflight import arguments, paths
+
+    config_file = handoff.config_file() or _command()
+    beside = Path(config_file).resolve().parent if config_file.endswith(arguments.CONFIG_SUFFIXES) else None
+    return paths.resolve(given, beside=beside)[0]
+
+
+def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
     """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
     try:
         from llamafactory_preflight.errors import UserError
@@ -156,8 +169,10 @@ def _fail_open(step: Callable[[], None]) -> None:
 
         try:
             if Settings.from_environment().mode != "off":
-                step()
+                return step()
         except UserError as error:
             handoff.warn_once(str(error))
     except Exception as error:
-        handoff.warn_once(f"the check failed and is left out ({type(error).__name__}: {' '.join(str(error).split())})")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        handoff.warn_once(f"a step failed and is left out ({reason})")
+    return otherwise
