@@ -13,6 +13,7 @@ from typing import Any, Literal, NoReturn
 from llamafactory_preflight import schema
 from llamafactory_preflight.errors import UserError
 
+
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 
 

@@ -4,54 +4,38 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
 
 DISTRIBUTION = "llamafactory-preflight"
 DATA_INFO = "dataset_info.json"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Resolved:
-    """One path argument that was changed.
-
-    Attributes:
-        key: The argument.
-        written: Its value in the file.
-        found: The absolute path used instead.
-        place: Where it was found, in words.
-    """
-
-    key: str
-    written: str
-    found: Path
-    place: str
-
-
-def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[str, Any], tuple[Resolved, ...]]:
+def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Replaces `deepspeed` and `dataset_dir` where they do not exist as written.
 
-    A dataset folder that exists but lacks a named dataset is passed over, so that the pack's small data set works in any
-    working directory. What is found nowhere stays as written, for LLaMA-Factory to report.
+    A dataset folder that exists but lacks a named dataset is passed over, so that the pack's small data set works in
+    any working directory. What is found nowhere stays as written, for LLaMA-Factory to report.
 
     Args:
         arguments: As `arguments.read` returns them.
         beside: The folder of the YAML file, or None.
 
     Returns:
-        The arguments with absolute paths where something was found elsewhere, and what was changed.
+        The arguments with absolute paths where something was found elsewhere, and a sentence on each.
     """
-    changes: list[Resolved] = []
+    changes: dict[str, tuple[Path, str]] = {}
     deepspeed = arguments.get("deepspeed")
     if isinstance(deepspeed, str) and deepspeed and not deepspeed.startswith("{"):
-        changes += _find("deepspeed", deepspeed, beside, Path.is_file)
+        changes |= _find("deepspeed", deepspeed, beside, Path.is_file)
     names = _names(arguments)
     folder = arguments.get("dataset_dir", "data")
     if names and isinstance(folder, str) and not folder.startswith("REMOTE:") and folder != "ONLINE":
-        changes += _find("dataset_dir", folder, beside, lambda path: names <= datasets_in(path))
-    return dict(arguments) | {change.key: str(change.found) for change in changes}, tuple(changes)
+        changes |= _find("dataset_dir", folder, beside, lambda path: names <= datasets_in(path))
+    sentences = tuple(f"`{key}` was found {place}: {found}" for key, (found, place) in changes.items())
+    return dict(arguments) | {key: str(found) for key, (found, _) in changes.items()}, sentences
 
 
 def datasets_in(folder: Path) -> set[str]:
@@ -87,10 +71,10 @@ def _names(arguments: Mapping[str, Any]) -> set[str]:
     return names
 
 
-def _find(key: str, written: str, beside: Path | None, good: Callable[[Path], bool]) -> list[Resolved]:
+def _find(key: str, written: str, beside: Path | None, good: Callable[[Path], bool]) -> dict[str, tuple[Path, str]]:
     path = Path(written)
     if good(path) or path.is_absolute():
-        return []
+        return {}
     pack = pack_folder()
     places = [(folder, "beside the file") for folder in ((beside, beside.parent) if beside else ())]
     # `data` of the pack lies in presets/, so that a preset finds it beside itself.
@@ -98,5 +82,5 @@ def _find(key: str, written: str, beside: Path | None, good: Callable[[Path], bo
     for folder, place in places:
         candidate = (folder / path).resolve()
         if good(candidate):
-            return [Resolved(key=key, written=written, found=candidate, place=place)]
-    return []
+            return {key: (candidate, place)}
+    return {}

@@ -1,8 +1,8 @@
 """The arguments that decide memory, as one frozen description of a run.
 
 Field names and defaults are LLaMA-Factory's own (a test compares them with the installed version), so that a remedy is
-`dataclasses.replace(run, **{"cutoff_len": 1024})` and prints as `cutoff_len=1024`. No other module knows these names as
-text.
+`dataclasses.replace(run, **{"cutoff_len": 1024})` and prints as `cutoff_len=1024`. No other module knows these names
+as text.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any
 
 from llamafactory_preflight.errors import UserError
 
+
 ROOT_CLASSES = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
 PLAIN_KINDS = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
 KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list",

@@ -9,6 +9,7 @@ from typing import Literal, cast
 
 from llamafactory_preflight.errors import UserError
 
+
 PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
 TEMPLATE_VARIABLE = "LLAMAFACTORY_TEMPLATE"
 GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"

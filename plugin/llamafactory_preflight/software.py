@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 from importlib import metadata
 
+
 DISTRIBUTIONS = {
     "liger_kernel": "liger-kernel",
     "flash_attn": "flash-attn",

@@ -6,6 +6,7 @@ import re
 
 from llamafactory_preflight.errors import UserError
 
+
 GIB = 1024**3
 MIB = 1024**2
 SCALES = {

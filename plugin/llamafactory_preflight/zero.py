@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from llamafactory_preflight.errors import UserError
 
+
 Offload = Literal["none", "cpu", "nvme"]
 
 

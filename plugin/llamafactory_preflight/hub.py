@@ -1,0 +1,185 @@
+"""Finds a model's config.json: a local folder, the cache of Hugging Face or ModelScope, or the hub; never weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from llamafactory_preflight.errors import Unmodelled, UserError
+
+
+TIMEOUT_SECONDS = 3.0
+WEIGHT_SUFFIXES = (".safetensors", ".bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSource:
+    """A model's configuration and where it came from.
+
+    Attributes:
+        config: The parsed config.json.
+        place: Where it was read, in words.
+        download_bytes: Size of the weights that are not on this machine yet; 0 if they are; None where not known.
+        cache_dir: The folder that a download would fill.
+    """
+
+    config: dict[str, Any]
+    place: str
+    download_bytes: int | None
+    cache_dir: Path
+
+
+def find(
+    name: str, *, revision: str = "main", cache_dir: str | None = None, environ: Mapping[str, str] | None = None
+) -> ModelSource:
+    """Reads the config.json of a model as LLaMA-Factory would locate it.
+
+    Raises:
+        UserError: The folder has no readable config.json, or the hub does not have the model.
+        Unmodelled: The hub cannot be reached, or may not be asked.
+    """
+    env = os.environ if environ is None else environ
+    folder = Path(name)
+    if folder.is_dir():
+        return ModelSource(config=_local(folder), place=str(folder), download_bytes=0, cache_dir=folder)
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"The model folder {name} does not exist", where="`model_name_or_path`")
+    if _enabled(env, "USE_OPENMIND_HUB"):
+        raise Unmodelled("Models of the Openmind hub are not looked up; give a local folder")
+    modelscope = _enabled(env, "USE_MODELSCOPE_HUB")
+    cache = _modelscope_cache(cache_dir, env) if modelscope else _huggingface_cache(cache_dir, env)
+    snapshot = _modelscope_snapshot(cache, name) if modelscope else _huggingface_snapshot(cache, name, revision)
+    if snapshot is not None and (snapshot / "config.json").is_file():
+        has_weights = any(file.suffix in WEIGHT_SUFFIXES for file in snapshot.iterdir())
+        return ModelSource(
+            config=_local(snapshot),
+            place="the local cache",
+            download_bytes=0 if has_weights else None,
+            cache_dir=cache,
+        )
+    if any(_enabled(env, variable) for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")) and not modelscope:
+        raise Unmodelled(f"{name} is not in the cache, and this machine is set to work offline")
+    return (
+        _from_modelscope(name, revision, cache, env) if modelscope else _from_huggingface(name, revision, cache, env)
+    )
+
+
+def _local(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    try:
+        loaded = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "It holds an adapter: set `adapter_name_or_path` to it and `model_name_or_path` to its base model"
+        is_adapter = (folder / "adapter_config.json").is_file()
+        raise UserError(
+            f"The model folder {folder} has no config.json",
+            where="`model_name_or_path`",
+            next_step=hint if is_adapter else "Point to the folder that holds config.json and the weights",
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file} is not readable JSON: {error}", where="`model_name_or_path`") from None
+    if not isinstance(loaded, dict):
+        raise UserError(f"{file} holds no JSON object", where="`model_name_or_path`")
+    return loaded
+
+
+def _huggingface_cache(cache_dir: str | None, env: Mapping[str, str]) -> Path:
+    home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+    return Path(cache_dir or env.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+
+
+def _huggingface_snapshot(cache: Path, name: str, revision: str) -> Path | None:
+    model = cache / f"models--{name.replace('/', '--')}"
+    try:
+        commit = (model / "refs" / revision).read_text(encoding="utf-8").strip()
+    except OSError:
+        commit = revision
+    snapshot = model / "snapshots" / commit
+    return snapshot if snapshot.is_dir() else None
+
+
+def _modelscope_cache(cache_dir: str | None, env: Mapping[str, str]) -> Path:
+    return Path(cache_dir or env.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
+
+
+def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
+    # ModelScope writes a dot in a model's name as three underscores; older versions have no `models` folder.
+    candidates = [
+        root / spelled
+        for root in (cache / "models", cache / "hub" / "models", cache)
+        for spelled in (name.replace(".", "___"), name)
+    ]
+    return next((folder for folder in candidates if folder.is_dir()), None)
+
+
+def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
+    endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    token = env.get("HF_TOKEN")
+    config = _get(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json", name, token)
+    if not isinstance(config, dict):
+        raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
+    try:
+        tree = _get(f"{endpoint}/api/models/{name}/tree/{quote(revision, safe='')}", name, token)
+        size = _weights([(str(item["path"]), int(item["size"])) for item in tree])
+    except (Unmodelled, UserError, KeyError, TypeError, ValueError):
+        size = None
+    return ModelSource(config=config, place=endpoint, download_bytes=size, cache_dir=cache)
+
+
+def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
+    domain = env.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
+    endpoint = domain.rstrip("/") if "://" in domain else f"https://{domain.rstrip('/')}"
+    wanted = quote("master" if revision == "main" else revision, safe="")
+    config = _get(f"{endpoint}/api/v1/models/{name}/repo?Revision={wanted}&FilePath=config.json", name, None)
+    if not isinstance(config, dict):
+        raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
+    try:
+        listing = _get(f"{endpoint}/api/v1/models/{name}/repo/files?Revision={wanted}", name, None)
+        size = _weights([(str(item["Path"]), int(item["Size"])) for item in listing["Data"]["Files"]])
+    except (Unmodelled, UserError, KeyError, TypeError, ValueError):
+        size = None
+    return ModelSource(config=config, place=endpoint, download_bytes=size, cache_dir=cache)
+
+
+def _weights(files: list[tuple[str, int]]) -> int | None:
+    """Size of the weights among files; a model that offers both formats is downloaded as safetensors."""
+    for suffix in WEIGHT_SUFFIXES:
+        sizes = [size for path, size in files if path.endswith(suffix) and "/" not in path]
+        if sizes:
+            return sum(sizes)
+    return None
+
+
+def _get(url: str, name: str, token: str | None) -> Any:
+    request = urllib.request.Request(url, headers={"User-Agent": "llamafactory-preflight"})
+    if token:
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # Not for the hosts it redirects to.
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+            return json.load(response)
+    except urllib.error.HTTPError as error:
+        if error.code in (401, 403):
+            raise UserError(
+                f"{name} does not exist on the hub or needs permission",
+                where=url,
+                next_step="Check the name, or set HF_TOKEN",
+            ) from None
+        if error.code == 404:
+            raise UserError(
+                f"The hub has no {name} with a config.json", where=url, next_step="Check the name"
+            ) from None
+        raise Unmodelled(f"The hub answered with error {error.code} for {name}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        raise Unmodelled(f"The hub cannot be reached to read config.json of {name} ({reason})") from None
+
+
+def _enabled(env: Mapping[str, str], variable: str) -> bool:
+    return env.get(variable, "").lower() in {"1", "true", "y", "yes", "on"}

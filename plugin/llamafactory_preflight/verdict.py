@@ -1,0 +1,65 @@
+"""Does it fit: a prediction with honest bounds against what there is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from llamafactory_preflight.memory import MemoryEstimate
+
+
+Word = Literal["fits", "tight", "will_not_fit", "unknown"]
+HOST_MARGIN = 1.3  # The host figure is rough: only an excess beyond this factor is certain.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """One answer and why.
+
+    Attributes:
+        word: `tight` means that the budget lies between the low and the high estimate of the need.
+        reasons: Sentences; without figures, which the report gives.
+    """
+
+    word: Word
+    reasons: tuple[str, ...]
+
+
+def needed_bytes(estimate: MemoryEstimate, *, context_bytes: int) -> int:
+    """What the card must have free: the largest phase, the allocator's slack and the CUDA context."""
+    return max(estimate.phases.values()) + estimate.slack_bytes + context_bytes
+
+
+def need_bounds(estimate: MemoryEstimate, *, context_bytes: int) -> tuple[int, int]:
+    """The need if the peak is at its lower and at its upper bound."""
+    largest, peak = max(estimate.phases.values()), estimate.peak_allocated_bytes
+    beside = estimate.slack_bytes + context_bytes
+    # Where saving or evaluation is the largest phase, it has the same relative uncertainty as the peak.
+    low, high = (
+        round(largest * bound / peak) if peak else largest for bound in (estimate.low_bytes, estimate.high_bytes)
+    )
+    return low + beside, high + beside
+
+
+def judge_gpu(estimate: MemoryEstimate, *, context_bytes: int, budget_bytes: int) -> Verdict:
+    """Compares the need of one GPU with what is free on it."""
+    low, high = need_bounds(estimate, context_bytes=context_bytes)
+    if high <= budget_bytes:
+        return Verdict(word="fits", reasons=("Even the high estimate is below what the card has free.",))
+    if low > budget_bytes:
+        return Verdict(word="will_not_fit", reasons=("Even the low estimate exceeds what the card has free.",))
+    return Verdict(word="tight", reasons=("What the card has free lies between the low and the high estimate.",))
+
+
+def judge_host(host_bytes: int, *, budget_bytes: int) -> Verdict:
+    """Compares the need of main memory with what is available."""
+    if host_bytes <= budget_bytes:
+        return Verdict(word="fits", reasons=("The estimate for main memory is below what is available.",))
+    if host_bytes > HOST_MARGIN * budget_bytes:
+        return Verdict(word="will_not_fit", reasons=("The estimate for main memory far exceeds what is available.",))
+    return Verdict(word="tight", reasons=("The rough estimate for main memory is near what is available.",))
+
+
+def unknown(reason: str) -> Verdict:
+    """For a run that no formula covers."""
+    return Verdict(word="unknown", reasons=(reason,))
