@@ -1,7 +1,7 @@
 """Measure what the plugin adds to the start of a Python interpreter.
 
-Two fresh environments, one with the plugin's wheel, start in turn; the order changes with every pair, so that a drift of
-the machine hits both alike.
+Two fresh environments, one with the plugin's wheel, start in turn. The order changes with every pair, so that a drift
+of the machine hits both alike.
 
     python scripts/bench_startup.py [--starts 200]
 """

@@ -47,10 +47,11 @@ def say(message: str) -> None:
 
 
 def warn_once(message: str) -> None:
-    """Says something unless it was just said in this tree of processes: every rank and every hook would repeat it."""
-    mark = hashlib.sha256(message.encode()).hexdigest()
-    if os.environ.get(WARNED_VARIABLE) != mark and speaks():
-        os.environ[WARNED_VARIABLE] = mark
+    """Says something unless it was said in this tree of processes: every rank and every hook would repeat it."""
+    said = os.environ.get(WARNED_VARIABLE, "").split()
+    mark = hashlib.sha256(message.encode()).hexdigest()[:8]
+    if mark not in said and speaks():
+        os.environ[WARNED_VARIABLE] = " ".join([*said, mark])
         say(message)
 
 
