@@ -77,6 +77,7 @@ CONFIG: dict[str, Any] = {
     "sliding_window": None,
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",  # transformers 5 suspects a wrong tokenizer where none is named
     "use_cache": True,
     "use_sliding_window": False,
     "vocab_size": VOCABULARY_SIZE,

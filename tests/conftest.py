@@ -1,0 +1,87 @@
+"""Fixtures for all tests: the source tree, the tiny model, and real processes in a clean environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+# What steers LLaMA-Factory, torchrun or this plugin and may stand in the environment of whoever runs the tests.
+STEERING = (
+    "LLAMAFACTORY_",
+    "ALLOW_EXTRA_ARGS",
+    "FORCE_TORCHRUN",
+    "DISABLE_VERSION_CHECK",
+    "NNODES",
+    "NPROC_PER_NODE",
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "USE_",
+    "HF_ENDPOINT",
+)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The source tree."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def scripts_on_path() -> Path:
+    """The folder with the console scripts of the environment that runs the tests."""
+    return Path(sys.executable).parent
+
+
+@pytest.fixture
+def clean_environment() -> dict[str, str]:
+    """The environment for a child: offline, none of our or LLaMA-Factory's switches, this Python's scripts first."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
+    path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
+    return inherited | {"PATH": path, "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "120"}
+
+
+@pytest.fixture
+def run(clean_environment: dict[str, str]) -> Run:
+    """Runs a command to its end: `run(["llamafactory-cli", "version"], cwd=..., env={...}, input=...)`."""
+
+    def run_command(
+        command: Sequence[str | Path],
+        *,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+        timeout: float = 300,
+        **options: object,
+    ) -> subprocess.CompletedProcess[str]:
+        streams: dict[str, object] = {"stdin": subprocess.DEVNULL} if "input" not in options else {}
+        return subprocess.run(
+            [str(part) for part in command],
+            cwd=cwd,
+            env=clean_environment | dict(env or {}),
+            timeout=timeout,
+            capture_output=True,
+            text=True,
+            **streams,  # type: ignore[call-overload]
+            **options,
+        )
+
+    return run_command
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Path:
+    """The tiny Qwen3 with the real tokenizer; built once, then taken from the cache. A failure fails the test."""
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/build_tiny_model.py")], capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stderr
+    return Path(done.stdout.strip().splitlines()[-1])
