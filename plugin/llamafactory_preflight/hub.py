@@ -54,7 +54,7 @@ def find(
     if _enabled(env, "USE_OPENMIND_HUB"):
         raise Unmodelled("Models of the Openmind hub are not looked up; give a local folder")
     modelscope = _enabled(env, "USE_MODELSCOPE_HUB")
-    cache = _modelscope_cache(cache_dir, env) if modelscope else _huggingface_cache(cache_dir, env)
+    cache = _modelscope_cache(cache_dir, env) if modelscope else huggingface_cache(cache_dir, env)
     snapshot = _modelscope_snapshot(cache, name) if modelscope else _huggingface_snapshot(cache, name, revision)
     if snapshot is not None and (snapshot / "config.json").is_file():
         has_weights = any(file.suffix in WEIGHT_SUFFIXES for file in snapshot.iterdir())
@@ -90,7 +90,9 @@ def _local(folder: Path) -> dict[str, Any]:
     return loaded
 
 
-def _huggingface_cache(cache_dir: str | None, env: Mapping[str, str]) -> Path:
+def huggingface_cache(cache_dir: str | None, environ: Mapping[str, str] | None = None) -> Path:
+    """The folder that huggingface_hub downloads into."""
+    env = os.environ if environ is None else environ
     home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     return Path(cache_dir or env.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
 

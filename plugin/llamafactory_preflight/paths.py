@@ -30,7 +30,7 @@ def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[
     deepspeed = arguments.get("deepspeed")
     if isinstance(deepspeed, str) and deepspeed and not deepspeed.startswith("{"):
         changes |= _find("deepspeed", deepspeed, beside, Path.is_file)
-    names = _names(arguments)
+    names = dataset_names(arguments)
     folder = arguments.get("dataset_dir", "data")
     if names and isinstance(folder, str) and not folder.startswith("REMOTE:") and folder != "ONLINE":
         changes |= _find("dataset_dir", folder, beside, lambda path: names <= datasets_in(path))
@@ -62,7 +62,8 @@ def pack_folder() -> Path | None:
     return None
 
 
-def _names(arguments: Mapping[str, Any]) -> set[str]:
+def dataset_names(arguments: Mapping[str, Any]) -> set[str]:
+    """Names of the data sets that a run trains or evaluates on."""
     names: set[str] = set()
     for key in ("dataset", "eval_dataset"):
         value = arguments.get(key)

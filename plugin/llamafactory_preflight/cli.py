@@ -1,0 +1,117 @@
+"""The subcommands that the plugin adds: `preflight`, `presets` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from llamafactory_preflight.errors import UserError
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.prog}: {message}", next_step=f"See {self.prog} --help")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs one subcommand.
+
+    Args:
+        argv: Its name and its arguments; `check` is another name of `preflight`.
+
+    Returns:
+        0: fits, tight, or done. 1: will not fit, or not healthy. 2: cannot tell, or faulty input.
+    """
+    verbs = {"preflight": _preflight, "check": _preflight, "presets": _presets, "doctor": _doctor}
+    try:
+        if not argv or argv[0] not in verbs:
+            given = f"There is no subcommand {argv[0]!r}" if argv else "A subcommand is missing"
+            raise UserError(given, next_step=f"There are {', '.join(verbs)}")
+        return verbs[argv[0]](argv[1:])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        sys.stderr.close()  # Whoever read our output has gone; Python would complain about it at exit.
+        return 2
+
+
+def _preflight(argv: Sequence[str]) -> int:
+    parser = _Parser(
+        prog="llamafactory-cli preflight", description="Tells whether a training run fits, without starting it."
+    )
+    parser.add_argument(
+        "items", nargs="+", metavar="FILE|key=value", help="YAML or JSON files, `-`, and overrides for all"
+    )
+    parser.add_argument("--gpu", help="plan for this card: its memory (24GiB) or name (rtx4090)")
+    parser.add_argument("--free", help="what the allocator may use on the card, CUDA context left out (21.5GiB)")
+    parser.add_argument("--device", type=int, help="look at this visible GPU only")
+    parser.add_argument("--gpus", type=int, help="number of GPUs that take part")
+    parser.add_argument("--host-ram", help="plan for this main memory (64GiB)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    options = parser.parse_intermixed_args(list(argv))
+    from llamafactory_preflight import preflight, report
+    from llamafactory_preflight.software import Software
+
+    overrides = [item for item in options.items if "=" in item and not Path(item).exists()]
+    files = [item for item in options.items if item not in overrides]
+    if not files:
+        raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
+    worst = 0
+    for position, file in enumerate(files):
+        try:
+            result = preflight.check(
+                file,
+                overrides=overrides,
+                gpu=options.gpu,
+                free=options.free,
+                device_index=options.device,
+                num_gpus=options.gpus,
+                host_ram=options.host_ram,
+            )
+        except UserError as error:
+            worst = 2
+            print(error, file=sys.stderr)
+            if options.json:
+                print(report.error_as_json(error, origin=file, versions=Software.installed().as_dict()))
+            continue
+        worst = max(worst, result.exit_code)
+        if options.json:
+            print(report.as_json(result))
+        else:
+            print(f"{chr(10) if position else ''}{report.text(result)}")
+    return worst
+
+
+def _presets(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="llamafactory-cli presets", description="Training presets of this pack.")
+    verbs = parser.add_subparsers(dest="verb")
+    verbs.add_parser("list", help="all presets, and whether they fit here")
+    show = verbs.add_parser("show", help="print a preset")
+    show.add_argument("name")
+    copy = verbs.add_parser("copy", help="write a preset and the files that it needs")
+    copy.add_argument("name")
+    copy.add_argument("directory", nargs="?", type=Path, default=Path())
+    copy.add_argument("--force", action="store_true", help="overwrite files that are in the way")
+    options = parser.parse_args(list(argv))
+    from llamafactory_preflight import preset_table, presets
+
+    if options.verb == "show":
+        print(presets.find(options.name).file.read_text(encoding="utf-8"), end="")
+    elif options.verb == "copy":
+        for file in presets.copy(options.name, options.directory, force=options.force):
+            print(file)
+    else:
+        print("\n".join(preset_table.lines(presets.available())))
+    return 0
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    _Parser(prog="llamafactory-cli doctor", description="Shows whether the plugin works here.").parse_args(list(argv))
+    from llamafactory_preflight import doctor
+
+    print("\n".join(doctor.lines()))
+    return 0 if doctor.is_healthy() else 1

@@ -1,0 +1,217 @@
+"""Puts a preflight together: arguments, model, machine, estimate, verdict; without torch or LLaMA-Factory."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from llamafactory_preflight import arguments, device, findings, host, hub, memory, paths, report, verdict
+from llamafactory_preflight.device import Device
+from llamafactory_preflight.errors import Unmodelled, UserError
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.result import Finding, Result
+from llamafactory_preflight.run import from_arguments
+from llamafactory_preflight.settings import Settings
+from llamafactory_preflight.software import Software
+from llamafactory_preflight.units import parse_memory
+from llamafactory_preflight.zero import ZeroPlan
+
+
+SHORTEST_LENGTH = 16  # Tokens of a sample that any data set may be made of.
+SEVERITIES = ("error", "warning", "info")
+
+
+def check(
+    source: Mapping[str, Any] | Path | str,
+    *,
+    overrides: Sequence[str] = (),
+    gpu: str | None = None,
+    free: str | None = None,
+    device_index: int | None = None,
+    num_gpus: int | None = None,
+    host_ram: str | None = None,
+) -> Result:
+    """Tells what a training run will take and whether it fits, without loading anything.
+
+    Args:
+        source: LLaMA-Factory arguments by name, or the path of a YAML or JSON file, or `-` for standard input.
+        overrides: `key=value` items that win over the file, as on LLaMA-Factory's command line.
+        gpu: A card to plan for: its total memory as torch reports it (`24GiB`; GB and GiB both mean GiB), or a name
+            such as `rtx4090`. The CUDA context is subtracted.
+        free: What the allocator may use on that card, context already left out (`21.5GiB`).
+        device_index: Which visible GPU to look at; by default all, and the one with the least free memory decides.
+        num_gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
+        host_ram: Main memory to plan for (`64GiB`); by default what is available here.
+
+    Returns:
+        The prediction in bytes, the verdict and the findings. The verdict is `unknown` where the run is not modelled.
+
+    Raises:
+        UserError: A file, an argument or an amount is faulty, or there is neither a GPU nor one to plan for.
+    """
+    origin = _origin(source)
+    given = dict(source) if isinstance(source, Mapping) else arguments.read(_path(source), overrides)
+    if isinstance(source, Mapping) and overrides:
+        raise UserError("Overrides go with a file, not with a mapping")
+    planned = device.planned(gpu=gpu, free=free)
+    devices = _devices(planned, device_index=device_index, num_gpus=num_gpus)
+    beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
+    result = examine(
+        given,
+        origin=origin,
+        beside=beside,
+        devices=devices,
+        host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
+    )
+    if result.device is None and not result.run.use_cpu:
+        raise UserError(
+            "There is no NVIDIA GPU here to plan for", next_step="Name a card with --gpu 24GiB, or set use_cpu=true"
+        )
+    return result
+
+
+def examine(
+    given: Mapping[str, Any],
+    *,
+    origin: str,
+    beside: Path | None,
+    devices: tuple[Device, ...],
+    host_budget_bytes: int | None,
+    environ: Mapping[str, str] | None = None,
+) -> Result:
+    """Looks at one run on given devices; without any, as a run on the CPU.
+
+    Raises:
+        UserError: An argument is faulty.
+    """
+    env = os.environ if environ is None else environ
+    software = Software.installed()
+    resolved_arguments, resolved = paths.resolve(given, beside=beside)
+    run = from_arguments(
+        resolved_arguments, software=software, origin=origin, allow_extra=_enabled(env, "ALLOW_EXTRA_ARGS")
+    )
+    # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
+    run = run if devices else replace(run, use_cpu=True)
+    decisive = None if run.use_cpu else device.smallest(devices)
+    shape: ModelShape | None = None
+    estimate: memory.MemoryEstimate | None = None
+    found: list[Finding] = []
+    try:
+        assert run.model_name_or_path is not None
+        model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
+        shape = ModelShape.from_config(model.config)
+        if run.deepspeed is not None:
+            ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
+        estimate = memory.estimate(run, shape, software=software)
+        answer = _judge(estimate, decisive, host_budget_bytes)
+        found += findings.disk(run, model, estimate)
+        found += findings.host_memory(estimate, host_budget_bytes)
+    except Unmodelled as error:
+        answer = verdict.unknown(f"{error.reason}.")
+    found += findings.launch(run, origin=origin, num_gpus=len(devices), environ=env)
+    found += findings.json_file(origin, software)
+    found += findings.bad_pairs(software, run)
+    found += findings.missing_packages(run, software)
+    if decisive is not None:
+        found += findings.card(run, decisive)
+    return Result(
+        origin=origin,
+        run=run,
+        software=software,
+        shape=shape,
+        estimate=estimate,
+        device=decisive,
+        devices=() if run.use_cpu else devices,
+        host_budget_bytes=host_budget_bytes,
+        verdict=answer,
+        findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+        resolved=resolved,
+    )
+
+
+def guard_train(given: Mapping[str, Any] | Sequence[str], *, stage: Literal["launcher", "process"]) -> None:
+    """Looks at a run that is about to start, reports on standard error, and stops it if it certainly cannot fit.
+
+    Args:
+        given: What LLaMA-Factory was given: arguments by name, or the command line after `train`.
+        stage: `launcher` before torchrun starts, `process` in the process that trains.
+
+    Raises:
+        SystemExit: With 1, in `block` mode, where the run cannot fit the GPU at any sample length.
+        UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
+    """
+    settings = Settings.from_environment()
+    by_name = given if isinstance(given, Mapping) else arguments.read(list(given))
+    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
+    origin = command[0] if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else "the arguments"
+    planned = device.planned(gpu=settings.gpu, free=None)
+    result = examine(
+        by_name,
+        origin=origin,
+        beside=Path(origin).resolve().parent if origin != "the arguments" else None,
+        devices=_devices(planned, device_index=None, num_gpus=None),
+        host_budget_bytes=host.available_bytes(),
+    )
+    print(report.text(result), file=sys.stderr, flush=True)
+    if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
+        return
+    if not _fits_when_short(result):
+        print(report.REFUSAL, file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
+
+
+def _fits_when_short(result: Result) -> bool:
+    """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
+    if result.run.packing or result.shape is None:
+        return False
+    short = replace(result.run, cutoff_len=min(SHORTEST_LENGTH, result.run.cutoff_len))
+    estimate = memory.estimate(short, result.shape, software=result.software)
+    return _judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
+
+
+def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
+    if decisive is None:
+        if host_budget_bytes is None:
+            return verdict.unknown("This system does not tell how much main memory is available.")
+        return verdict.judge_host(estimate.host_bytes, budget_bytes=host_budget_bytes)
+    if decisive.free_bytes is None:
+        return verdict.unknown(f"The memory of {decisive.name} is not known; name it with --gpu.")
+    return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
+
+
+def _devices(planned: Device | None, *, device_index: int | None, num_gpus: int | None) -> tuple[Device, ...]:
+    if num_gpus is not None and num_gpus < 1:
+        raise UserError(f"--gpus {num_gpus} leaves no GPU", next_step="Give 1 or more")
+    if planned is not None:
+        return tuple(replace(planned, index=index) for index in range(num_gpus or 1))
+    seen = device.visible()
+    if device_index is not None:
+        if not 0 <= device_index < len(seen):
+            raise UserError(f"--device {device_index} does not exist; {len(seen)} GPUs are visible")
+        return (seen[device_index],)
+    if num_gpus is not None and seen:
+        if num_gpus > len(seen):
+            raise UserError(
+                f"--gpus {num_gpus} asks for more than the {len(seen)} visible", next_step="Describe them with --gpu"
+            )
+        return seen[:num_gpus]
+    return seen
+
+
+def _path(source: Path | str) -> Path | Literal["-"]:
+    return "-" if source == "-" else Path(source)
+
+
+def _origin(source: Mapping[str, Any] | Path | str) -> str:
+    if isinstance(source, Mapping):
+        return "the arguments"
+    return "standard input" if source == "-" else str(source)
+
+
+def _enabled(env: Mapping[str, str], variable: str) -> bool:
+    return env.get(variable, "").lower() in {"true", "y", "1"}

@@ -1,0 +1,177 @@
+"""A result in words and in JSON. Bytes become GiB here and nowhere else."""
+
+from __future__ import annotations
+
+import json
+from textwrap import wrap
+from typing import Any
+
+from llamafactory_preflight import __version__, verdict
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.result import Finding, Result
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.units import gib
+
+
+WIDTH = 80
+SCHEMA = 1
+TITLES = {"fits": "FITS", "tight": "TIGHT", "will_not_fit": "WILL NOT FIT", "unknown": "UNKNOWN"}
+MARKS = {"error": "error", "warning": "warning", "info": "note"}
+REFUSAL = "Stopped before loading anything. LLAMAFACTORY_PREFLIGHT=warn starts it all the same."
+LENGTH_DECIDES = "Going on: with samples shorter than cutoff_len it may fit."
+
+
+def text(result: Result) -> str:
+    """A short report for a terminal of 80 columns, without colour."""
+    lines = [f"llamafactory-preflight {__version__}: {result.origin}", *_wrapped(_run_line(result.run), indent="")]
+    if result.estimate is not None:
+        lines += ["", *_table(result)]
+    lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
+    for finding in result.findings:
+        lines += _wrapped(f"{MARKS[finding.severity]}: {message(finding)}", indent="  ")
+    for sentence in result.resolved:
+        lines += _wrapped(sentence, indent="  ")
+    return "\n".join(lines)
+
+
+def as_json(result: Result) -> str:
+    """One line of JSON, schema 1."""
+    estimate, device = result.estimate, result.device
+    gpu: dict[str, Any] | None = None
+    if estimate is not None and device is not None:
+        low, high = estimate.low_bytes, estimate.high_bytes
+        gpu = {
+            "peak_allocated_bytes": estimate.peak_allocated_bytes,
+            "needed_bytes": verdict.needed_bytes(estimate, context_bytes=device.context_bytes),
+            "budget_bytes": device.free_bytes,
+            "phases": dict(estimate.phases),
+            "components": dict(estimate.components),
+            "slack_bytes": estimate.slack_bytes,
+            "context_bytes": device.context_bytes,
+            "low_bytes": low,
+            "high_bytes": high,
+            "devices": [
+                {
+                    "index": item.index,
+                    "name": item.name,
+                    "total_bytes": item.total_bytes,
+                    "free_bytes": item.free_bytes,
+                }
+                for item in result.devices
+            ],
+        }
+    host = {"peak_bytes": estimate.host_bytes if estimate else None, "budget_bytes": result.host_budget_bytes}
+    return _object(
+        file=result.origin,
+        versions=result.software.as_dict(),
+        model=result.run.model_name_or_path,
+        method=method(result.run),
+        tokens_per_step=estimate.tokens_per_step if estimate else None,
+        gpu=gpu,
+        host=host,
+        verdict=result.verdict.word,
+        reasons=[*result.verdict.reasons, *(estimate.reasons if estimate else ()), *result.resolved],
+        findings=[_finding(finding) for finding in result.findings],
+    )
+
+
+def error_as_json(error: UserError, *, origin: str, versions: dict[str, str | None]) -> str:
+    """The JSON line that stands for a report which faulty input made impossible."""
+    finding = Finding(id="bad-input", severity="error", message=str(error))
+    return _object(
+        file=origin, versions=versions, model=None, method=None, tokens_per_step=None, gpu=None,
+        host={"peak_bytes": None, "budget_bytes": None}, verdict="unknown", reasons=[str(error)],
+        findings=[_finding(finding)],
+    )  # fmt: skip
+
+
+def method(run: RunDescription) -> str:
+    """`full`, `freeze`, `lora`, `qlora`, `oft` or `qoft`."""
+    return f"q{run.finetuning_type}" if run.quantization_bit is not None else run.finetuning_type
+
+
+def size(size_bytes: int | None) -> str:
+    """An amount of memory for a reader."""
+    return "unknown" if size_bytes is None else f"{gib(size_bytes):.2f} GiB"
+
+
+def message(finding: Finding) -> str:
+    """A finding's text with its amounts in GiB."""
+    words = finding.message
+    for name, amount in finding.amounts.items():
+        words = words.replace(f"{{{name}}}", size(amount))
+    return words
+
+
+def _object(**values: Any) -> str:
+    # `calibrated` and `remedies` belong to the schema from the start, so that scripts need not ask for them.
+    return json.dumps({"schema": SCHEMA, "calibrated": False, "remedies": [], **values})
+
+
+def _finding(finding: Finding) -> dict[str, Any]:
+    chosen = {} if finding.set is None else {"set": dict(finding.set)}
+    return {"id": finding.id, "severity": finding.severity, "message": message(finding), **chosen}
+
+
+def _run_line(run: RunDescription) -> str:
+    name = {"lora": "LoRA", "qlora": "QLoRA", "full": "full tuning", "freeze": "freeze tuning"}.get(method(run))
+    rank = f" rank {run.lora_rank}" if run.finetuning_type == "lora" else ""
+    precision = "bf16" if run.bf16 or run.pure_bf16 else "fp16" if run.fp16 else "fp32"
+    parts = [
+        str(run.model_name_or_path),
+        f"{run.stage} {name or method(run)}{rank}",
+        precision,
+        f"batch {run.per_device_train_batch_size} x {run.gradient_accumulation_steps}",
+        f"{run.cutoff_len} tokens{' packed' if run.packing else ''}",
+    ]
+    return ", ".join(parts)
+
+
+def _table(result: Result) -> list[str]:
+    estimate, device = result.estimate, result.device
+    assert estimate is not None
+    rows = [_row(name, amount) for name, amount in estimate.components.items()]
+    bounds = f"  ({gib(estimate.low_bytes):.2f} to {gib(estimate.high_bytes):.2f})"
+    rows += [_rule(), _row("peak", estimate.peak_allocated_bytes) + bounds]
+    if device is not None:
+        rows.append(_row("allocator slack", estimate.slack_bytes))
+        rows.append(_row("CUDA context", device.context_bytes))
+        largest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
+        more = estimate.phases[largest] - estimate.peak_allocated_bytes
+        if more > 0:
+            rows.append(_row(f"{largest} on top", more))
+        rows += [_rule(), _row("needed", verdict.needed_bytes(estimate, context_bytes=device.context_bytes))]
+        place = f"  {device.name}" if device.planned else f"  GPU {device.index}, {device.name}"
+        rows.append(_row("GPU has free", device.free_bytes) + place)
+    host = f"{'main memory':<18}{size(estimate.host_bytes):>14}  of {size(result.host_budget_bytes)} available"
+    return [*(f"  {row}" for row in rows), f"  {host}"]
+
+
+def _row(name: str, amount: int | None) -> str:
+    return f"{name.replace('_', ' '):<18}{size(amount):>14}"
+
+
+def _rule() -> str:
+    return "-" * 32
+
+
+def _sentence(result: Result) -> str:
+    reasons = " ".join(result.verdict.reasons)
+    estimate, device = result.estimate, result.device
+    if estimate is None or result.verdict.word == "unknown":
+        return f"{reasons} The run is not judged, and starts as it would without this check."
+    if device is None:
+        return f"a run on the CPU. {reasons}"
+    needed = size(verdict.needed_bytes(estimate, context_bytes=device.context_bytes))
+    return f"needs {needed} and has {size(device.free_bytes)}. {reasons}"
+
+
+def _wrapped(line: str, *, indent: str) -> list[str]:
+    return wrap(
+        line,
+        WIDTH,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
