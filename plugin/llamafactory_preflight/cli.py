@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -36,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
         return 2
     except BrokenPipeError:
         sys.stderr.close()  # Whoever read our output has gone; Python would complain about it at exit.
+        return 2
+    except Exception:
+        traceback.print_exc()  # A fault of ours. Left to Python it would exit with 1, which means `will not fit`.
         return 2
 
 
