@@ -149,7 +149,7 @@ def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "proces
         return
     if stage == "launcher":  # before the check: a child does not repeat one that failed
         handoff.mark_checked(by_name, config_file=sys.argv[2])
-    preflight.guard_train(given, stage=stage)
+    preflight.guard_train(by_name, stage=stage)
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
