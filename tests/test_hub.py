@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from llamafactory_preflight import hub
+from llamafactory_preflight.errors import Unmodelled, UserError
+
+
+CONFIG = {"model_type": "qwen3", "hidden_size": 8}
+
+
+PAGES = {
+    "/someone/tiny/resolve/main/config.json": CONFIG,
+    "/api/models/someone/tiny/tree/main": [
+        {"path": "model-1.safetensors", "size": 30},
+        {"path": "model-2.safetensors", "size": 12},
+        {"path": "pytorch_model.bin", "size": 42},
+        {"path": "config.json", "size": 1},
+    ],
+    "/api/v1/models/someone/tiny/repo?Revision=master&FilePath=config.json": CONFIG,
+    "/api/v1/models/someone/tiny/repo/files?Revision=master": {
+        "Data": {"Files": [{"Path": "model.safetensors", "Size": 7}]}
+    },
+}
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with one model, `someone/tiny`, and one that needs permission."""
+
+    def do_GET(self) -> None:
+        page = PAGES.get(self.path)
+        self.send_response(200 if page is not None else 401 if "closed" in self.path else 404)
+        self.end_headers()
+        if page is not None:
+            self.wfile.write(json.dumps(page).encode())
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[str]:
+    server = HTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def write_config(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+def test_a_local_folder(tmp_path: Path) -> None:
+    source = hub.find(str(write_config(tmp_path / "m")), environ={})
+    assert source.config == CONFIG
+    assert source.download_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, r"has no config\.json.*folder that holds config\.json"),
+        ({"adapter_config.json": "{}"}, "holds an adapter"),
+        ({"config.json": "{"}, "not readable JSON"),
+        ({"config.json": "[]"}, "holds no JSON object"),
+    ],
+)
+def test_a_faulty_folder(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=message):
+        hub.find(str(tmp_path), environ={})
+
+
+@pytest.mark.parametrize("name", ["./nope", "/no/such/folder", "~/nope", "a/b/c"])
+def test_what_can_only_be_a_folder_is_not_asked_of_the_hub(name: str) -> None:
+    with pytest.raises(UserError, match="does not exist"):
+        hub.find(name, environ={"HF_ENDPOINT": "http://127.0.0.1:9"})
+
+
+@pytest.mark.parametrize("variable", ["HF_HOME", "HF_HUB_CACHE", "cache_dir"])
+def test_the_cache_of_hugging_face(tmp_path: Path, variable: str) -> None:
+    cache = tmp_path / "hub" if variable == "HF_HOME" else tmp_path
+    model = cache / "models--someone--tiny"
+    snapshot = write_config(model / "snapshots" / "abc")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text("abc")
+    environ = {"HF_HUB_OFFLINE": "1"} | ({variable: str(tmp_path)} if variable != "cache_dir" else {})
+    cache_dir = str(tmp_path) if variable == "cache_dir" else None
+    source = hub.find("someone/tiny", cache_dir=cache_dir, environ=environ)
+    assert (source.config, source.download_bytes, source.cache_dir) == (CONFIG, None, cache)
+    (snapshot / "model.safetensors").write_text("x")
+    assert hub.find("someone/tiny", cache_dir=cache_dir, environ=environ).download_bytes == 0
+
+
+@pytest.mark.parametrize("folder", ["models/Qwen/Qwen2___5-7B", "hub/models/Qwen/Qwen2.5-7B", "Qwen/Qwen2___5-7B"])
+def test_the_cache_of_modelscope(tmp_path: Path, folder: str) -> None:
+    write_config(tmp_path / folder)
+    environ = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_CACHE": str(tmp_path)}
+    assert hub.find("Qwen/Qwen2.5-7B", environ=environ).config == CONFIG
+
+
+def test_hugging_face(endpoint: str, tmp_path: Path) -> None:
+    source = hub.find("someone/tiny", environ={"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
+    assert (source.config, source.download_bytes, source.place) == (CONFIG, 42, endpoint)
+
+
+def test_modelscope(endpoint: str, tmp_path: Path) -> None:
+    environ = {"USE_MODELSCOPE_HUB": "1", "MODELSCOPE_DOMAIN": endpoint, "MODELSCOPE_CACHE": str(tmp_path)}
+    source = hub.find("someone/tiny", environ=environ)
+    assert (source.config, source.download_bytes) == (CONFIG, 7)
+
+
+@pytest.mark.parametrize(("name", "message"), [("someone/none", "The hub has no"), ("someone/closed", "permission")])
+def test_a_model_that_the_hub_does_not_give(endpoint: str, tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        hub.find(name, environ={"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
+
+
+def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
+    with pytest.raises(Unmodelled, match="cannot be reached"):
+        hub.find("someone/tiny", environ={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_offline(endpoint: str, tmp_path: Path, variable: str) -> None:
+    environ = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), variable: "1"}
+    with pytest.raises(Unmodelled, match="offline"):
+        hub.find("someone/tiny", environ=environ)

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from llamafactory_preflight import verdict
+from llamafactory_preflight.memory import MemoryEstimate
+
+
+ESTIMATE = MemoryEstimate(
+    phases={"load": 40, "forward_backward": 100, "optimizer_step": 90, "save": 50, "evaluate": 60},
+    components={"weights": 40, "adapters": 5, "gradients": 5, "optimizer": 10, "activations": 20, "logits": 20,
+                "buffers": 0},
+    peak_allocated_bytes=100,
+    low_bytes=90,
+    high_bytes=110,
+    slack_bytes=7,
+    host_bytes=1000,
+    tokens_per_step=1,
+    reasons=(),
+)  # fmt: skip
+
+
+def test_the_need_is_the_largest_phase_with_slack_and_context() -> None:
+    assert verdict.needed_bytes(ESTIMATE, context_bytes=3) == 110
+    evaluated = dataclasses.replace(ESTIMATE, phases={**ESTIMATE.phases, "evaluate": 200})
+    assert verdict.needed_bytes(evaluated, context_bytes=3) == 210
+    assert verdict.need_bounds(evaluated, context_bytes=3) == (190, 230)
+
+
+@pytest.mark.parametrize(
+    ("budget", "word"),
+    [(121, "fits"), (120, "fits"), (119, "tight"), (100, "tight"), (99, "will_not_fit"), (1, "will_not_fit")],
+)
+def test_the_gpu_verdict_at_its_edges(budget: int, word: str) -> None:
+    answer = verdict.judge_gpu(ESTIMATE, context_bytes=3, budget_bytes=budget)
+    assert answer.word == word
+    assert answer.reasons
+
+
+@pytest.mark.parametrize(("budget", "word"), [(1000, "fits"), (999, "tight"), (770, "tight"), (769, "will_not_fit")])
+def test_the_host_verdict_at_its_edges(budget: int, word: str) -> None:
+    assert verdict.judge_host(1000, budget_bytes=budget).word == word
