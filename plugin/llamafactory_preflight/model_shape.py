@@ -2,7 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from llamafactory_preflight.errors import Unmodelled
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """What a model type's code does that its config.json does not say.
+
+    Attributes:
+        qk_norm: Queries and keys are normed per head.
+        qkv_bias: Bias of the three projections; None where config.json's `attention_bias` decides.
+        sandwich_norms: A second norm behind attention and behind the MLP.
+        wide_norm: The norm computes to its end in float32 (Gemma), not only its statistics.
+        moe: The MLPs are experts.
+    """
+
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    sandwich_norms: bool = False
+    wide_norm: bool = False
+    moe: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(),
+    "mistral": Family(qkv_bias=False),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm=True),
+    "qwen3_moe": Family(qk_norm=True, moe=True),
+    "gemma3_text": Family(qk_norm=True, sandwich_norms=True, wide_norm=True),
+}
+"""Model types whose layers are modelled, after transformers' modelling files."""
+
+_REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_TIED_BY_DEFAULT = {"gemma3_text"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -12,8 +49,6 @@ class MoeShape:
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
-    shared_intermediate_size: int
-    num_dense_layers: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,6 +56,7 @@ class ModelShape:
     """A decoder-only language model's dimensions; sizes are element counts."""
 
     model_type: str
+    family: Family
     num_layers: int
     hidden_size: int
     intermediate_size: int
@@ -29,6 +65,72 @@ class ModelShape:
     head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    attention_bias: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
     dtype: str
     max_position_embeddings: int
+    moe: MoeShape | None = None
+    quantization_method: str | None = None
+    quantization_bits: int | None = None
+
+    @property
+    def query_size(self) -> int:
+        """Features of all query heads; not `hidden_size` where heads have a width of their own."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Features of all key (or value) heads."""
+        return self.num_key_value_heads * self.head_dim
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
+        """Reads the fields of a config.json.
+
+        Args:
+            config: The parsed file.
+
+        Raises:
+            Unmodelled: The model type is not one of `FAMILIES`, or a field that sizes depend on is missing.
+        """
+        model_type = str(config.get("model_type", ""))
+        family = FAMILIES.get(model_type)
+        if family is None:
+            raise Unmodelled(f"Model type `{model_type or 'none given'}` is not one this version has a formula for")
+        missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
+        if missing:
+            raise Unmodelled(f"config.json of the {model_type} model has no {', '.join(missing)}")
+        heads = config["num_attention_heads"]
+        quantization = config.get("quantization_config") or {}
+        attention_bias = bool(config.get("attention_bias", False))
+        return cls(
+            model_type=model_type,
+            family=family,
+            num_layers=config["num_hidden_layers"],
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=config.get("num_key_value_heads") or heads,
+            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
+            vocab_size=config["vocab_size"],
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
+            qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
+            output_bias=attention_bias if family.qkv_bias is None else False,
+            mlp_bias=bool(config.get("mlp_bias", False)),
+            dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
+            max_position_embeddings=config.get("max_position_embeddings") or 0,
+            moe=_moe(config) if family.moe else None,
+            quantization_method=quantization.get("quant_method"),
+            quantization_bits=quantization.get("bits"),
+        )
+
+
+def _moe(config: Mapping[str, Any]) -> MoeShape:
+    if config.get("decoder_sparse_step", 1) != 1 or config.get("mlp_only_layers"):
+        raise Unmodelled("Only some layers of this mixture-of-experts model are sparse")
+    return MoeShape(
+        num_experts=config["num_experts"],
+        num_experts_per_token=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+    )

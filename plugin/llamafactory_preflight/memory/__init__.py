@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from llamafactory_preflight.memory.estimate import MemoryEstimate, estimate
 
+
 __all__ = ["MemoryEstimate", "estimate"]

@@ -9,6 +9,7 @@ from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
+
 PHASES = ("load", "forward_backward", "optimizer_step", "save", "evaluate")
 COMPONENTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
 

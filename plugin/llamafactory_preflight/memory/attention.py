@@ -1,0 +1,130 @@
+"""Attention kernels on paper: sizes per call are in elements of one batch of `tokens` = batch x sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamafactory_preflight.memory.ops import FLOAT32, Ops
+from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
+
+FLASH_BLOCK = 128
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """One attention call: `batch` sequences of `length` tokens."""
+
+    batch: int
+    length: int
+    num_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+    @property
+    def scores(self) -> int:
+        """Elements of the score matrix that eager attention writes out."""
+        return self.batch * self.num_heads * self.length * self.length
+
+    @property
+    def rows(self) -> int:
+        """Rows of the softmax over all heads."""
+        return self.batch * self.num_heads * self.length
+
+    @property
+    def query_size(self) -> int:
+        """Elements of the queries, and of keys or values repeated for every query head."""
+        return self.rows * self.head_dim
+
+    @property
+    def key_size(self) -> int:
+        """Elements of the keys or the values."""
+        return self.batch * self.num_key_value_heads * self.length * self.head_dim
+
+
+def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
+    """FlashAttention-2, in torch's scaled_dot_product_attention or the flash-attn package; grouped heads stay grouped.
+
+    Saves q, k, v, the output and one float32 a row. The backward accumulates dq in float32 and makes dk and dv for every
+    query head before it sums them to the grouped ones (torch/aten/native/transformers/cuda/flash_attn/flash_api.cpp).
+    """
+    q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
+    out = ops.empty(q.numel, q.itemsize)
+    row_sums = ops.empty(call.rows, FLOAT32)
+    size, key_size = q.numel * q.itemsize, k.numel * k.itemsize
+    padded = -(-call.length // FLASH_BLOCK) * FLASH_BLOCK
+    padded_rows = call.batch * call.num_heads * padded
+    head_rounded = -(-call.head_dim // 32) * 32
+    grouped = call.num_heads != call.num_key_value_heads
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        dq, dk, dv = (Storage(ops.ledger, n, "activations") for n in (size, key_size, key_size))
+        scratch = [Storage(ops.ledger, padded_rows * FLOAT32, "activations")]
+        scratch.append(Storage(ops.ledger, padded_rows * head_rounded * FLOAT32, "activations"))
+        if grouped:
+            scratch += [Storage(ops.ledger, size, "activations") for _ in range(2)]
+        del scratch
+        return (dq, dk, dv)
+
+    return ops.link(out, (q, k, v), (q.storage, k.storage, v.storage, out.storage, row_sums.storage), backward)
+
+
+def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
+    """The memory-efficient kernel, which torch takes when there is a mask: keys and values are repeated for it first."""
+    k, v = (repeat(ops, x, call) for x in (k, v))
+    q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
+    out = ops.empty(q.numel, q.itemsize)
+    row_sums = ops.empty(call.rows, FLOAT32)
+    size = q.numel * q.itemsize
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        gradients = tuple(Storage(ops.ledger, size, "activations") for _ in range(3))
+        scratch = Storage(ops.ledger, call.rows * FLOAT32, "activations")
+        del scratch
+        return gradients
+
+    saved = (q.storage, k.storage, v.storage, mask.storage, out.storage, row_sums.storage)
+    return ops.link(out, (q, k, v), saved, backward)
+
+
+def eager(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
+    """transformers' eager_attention_forward: the score matrix is written out four times."""
+    k, v = repeat(ops, k, call), repeat(ops, v, call)
+    scores = matmul(ops, q, k, call.scores)
+    scores = ops.scale(scores)
+    masked = ops.empty(scores.numel, max(scores.itemsize, mask.itemsize))
+    scores = ops.link(masked, (scores,), (), lambda grad, saved: (grad,))
+    probabilities = softmax(ops, scores)
+    probabilities = ops.cast(probabilities, q.itemsize if ops.autocast_itemsize is None else ops.autocast_itemsize)
+    return matmul(ops, probabilities, v, call.query_size)
+
+
+def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:
+    """repeat_kv: a copy for every query head; its gradient is summed over the group."""
+    if call.num_heads == call.num_key_value_heads:
+        return x
+    out = ops.empty(call.query_size, x.itemsize)
+    size = x.numel * x.itemsize
+    return ops.link(out, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+
+
+def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
+    """torch.matmul of two activations."""
+    a, b = ops.lower(a), ops.lower(b)
+    out = ops.empty(numel, a.itemsize)
+    sizes = a.numel * a.itemsize, b.numel * b.itemsize
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        return tuple(Storage(ops.ledger, size, "activations") for size in sizes)
+
+    return ops.link(out, (a, b), (b.storage, a.storage), backward)
+
+
+def softmax(ops: Ops, x: Tensor) -> Tensor:
+    """F.softmax(dtype=float32): saves its output."""
+    out = ops.empty(x.numel, FLOAT32)
+    size = x.numel * x.itemsize
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        return (Storage(ops.ledger, size, "activations"),)
+
+    return ops.link(out, (x,), (out.storage,), backward)

@@ -1,0 +1,93 @@
+"""Gradient checkpointing on paper: torch's two kinds and LLaMA-Factory's, which keeps a layer's input on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llamafactory_preflight.memory.ops import Ops
+from llamafactory_preflight.memory.paper import Gradients, Leaf, Node, Storage, Tensor, run_backward
+
+Layer = Callable[[Ops, Tensor], Tensor]
+
+
+def reentrant(ops: Ops, layer: Layer, x: Tensor, *, on_host: bool = False) -> Tensor:
+    """torch.utils.checkpoint(use_reentrant=True); with `on_host`, LLaMA-Factory's `use_unsloth_gc`.
+
+    The backward runs the layer again on a detached input and then a backward of its own, holding the incoming gradient and
+    the layer's output until it is done.
+    """
+    with ops.no_grad():
+        out = layer(ops, x).detach()
+    numel, itemsize = x.numel, x.itemsize
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        storage = Storage(ops.ledger, numel * itemsize, "activations") if on_host else saved[0]
+        leaf = Leaf()
+        with ops.enable_grad(), ops.autocast():
+            again = layer(ops, Tensor(numel, itemsize, storage, leaf))
+        assert again.node is not None
+        run_backward(again.node, grad)
+        return (leaf.grad,)
+
+    return ops.link(out, (x,), () if on_host else (x.storage,), backward)
+
+
+class _EnoughSavedError(Exception):
+    """Ends a recomputation at its last saved tensor, as torch's early stop does."""
+
+
+class _Frame:
+    """One layer's functions, whose saved tensors are made again when the first of them is asked for."""
+
+    def __init__(self, ops: Ops, layer: Layer, x: Tensor) -> None:
+        self.ops, self.layer, self.x = ops, layer, x
+        self.nodes: list[Node] = []
+        self.done = False
+
+    def drop(self, node: Node) -> None:
+        """Forgets what a function saved; its backward gets it back first."""
+        node.saved = ()
+        self.nodes.append(node)
+        original = node.backward
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            self.restore()
+            saved = node.saved
+            return original(grad, saved)
+
+        node.backward = backward
+
+    def restore(self) -> None:
+        """Runs the layer again and hands every function what it had saved."""
+        if self.done:
+            return
+        self.done = True
+        pending = iter(self.nodes)
+        left = len(self.nodes)
+
+        def keep(node: Node) -> None:
+            nonlocal left
+            next(pending).saved = node.saved
+            left -= 1
+            if not left:
+                raise _EnoughSavedError
+
+        outer, self.ops.saved_hook = self.ops.saved_hook, keep
+        try:
+            with self.ops.enable_grad(), self.ops.autocast():
+                self.layer(self.ops, Tensor(self.x.numel, self.x.itemsize, self.x.storage, Leaf()))
+        except _EnoughSavedError:
+            pass
+        finally:
+            self.ops.saved_hook = outer
+        self.nodes = []
+
+
+def non_reentrant(ops: Ops, layer: Layer, x: Tensor) -> Tensor:
+    """torch.utils.checkpoint(use_reentrant=False): the graph stays, its saved tensors go."""
+    frame = _Frame(ops, layer, x)
+    outer, ops.saved_hook = ops.saved_hook, frame.drop
+    try:
+        return layer(ops, x)
+    finally:
+        ops.saved_hook = outer

@@ -1,0 +1,112 @@
+"""A decoder layer on paper: transformers' modelling code, or liger-kernel's, around PEFT's and bitsandbytes' linears."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamafactory_preflight.memory import attention
+from llamafactory_preflight.memory.adapters import Linear
+from llamafactory_preflight.memory.attention import AttentionCall
+from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.paper import Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernels:
+    """Which implementation of each part the run uses."""
+
+    liger: bool
+    attention: str
+    """`sdpa`, `fa2` or `eager`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Inputs:
+    """What every layer gets beside the hidden states: made once a micro-step, alive until its backward ends."""
+
+    call: AttentionCall
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DecoderLayer:
+    """Pre-norm attention and a gated MLP; `sandwich` adds Gemma's norms behind both."""
+
+    linears: Mapping[str, Linear]
+    norms: Mapping[str, Weight]
+    kernels: Kernels
+    inputs: Inputs
+
+    def __call__(self, ops: Ops, x: Tensor) -> Tensor:
+        """Runs the layer on the hidden states of one micro-batch."""
+        h = self._attention_block(ops, x)
+        return self._mlp_block(ops, h)
+
+    def norm(self, ops: Ops, x: Tensor, name: str) -> Tensor:
+        """RMSNorm `name`, liger's or transformers'."""
+        return self.norm_with(ops, x, self.norms[name])
+
+    def norm_with(self, ops: Ops, x: Tensor, weight: Weight) -> Tensor:
+        """RMSNorm with a given weight."""
+        return ops.liger_rms_norm(x, weight) if self.kernels.liger else ops.rms_norm(x, weight)
+
+    def _attention_block(self, ops: Ops, x: Tensor) -> Tensor:
+        hidden = self.norm(ops, x, "input_layernorm")
+        hidden = self._attention(ops, hidden)
+        if "post_attention_norm" in self.norms:
+            hidden = self.norm(ops, hidden, "post_attention_norm")
+        return ops.add(x, hidden)
+
+    def _mlp_block(self, ops: Ops, h: Tensor) -> Tensor:
+        hidden = self.norm(ops, h, "pre_mlp_norm")
+        hidden = self._mlp(ops, hidden)
+        if "post_mlp_norm" in self.norms:
+            hidden = self.norm(ops, hidden, "post_mlp_norm")
+        return ops.add(h, hidden)
+
+    def _attention(self, ops: Ops, hidden: Tensor) -> Tensor:
+        q = self._projected(ops, hidden, "q_proj", "q_norm")
+        k = self._projected(ops, hidden, "k_proj", "k_norm")
+        v = self.linears["v_proj"](ops, hidden)
+        if not self.kernels.liger:  # liger rotates in place, forward and backward
+            q, k = self._rotate(ops, q), self._rotate(ops, k)
+        out = self._attend(ops, q, k, v)
+        return self.linears["o_proj"](ops, out)
+
+    def _projected(self, ops: Ops, hidden: Tensor, linear: str, norm: str) -> Tensor:
+        x = self.linears[linear](ops, hidden)
+        return self.norm(ops, x, norm) if norm in self.norms else x
+
+    def _rotate(self, ops: Ops, x: Tensor) -> Tensor:
+        """apply_rotary_pos_emb: x * cos + rotate_half(x) * sin."""
+        direct = ops.mul_constant(x, self.inputs.cos)
+        negated = ops.empty(x.numel // 2, x.itemsize)
+        half = ops.empty(x.numel, x.itemsize)
+        del negated
+        size = x.numel * x.itemsize
+        half = ops.link(half, (x,), (), lambda grad, saved: (ops.empty(size, 1).storage,))
+        turned = ops.mul_constant(half, self.inputs.sin)
+        del half
+        return ops.add(direct, turned)
+
+    def _attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask, call = self.inputs.mask, self.inputs.call
+        if self.kernels.attention == "eager":
+            assert mask is not None
+            return attention.eager(ops, q, k, v, mask, call)
+        if self.kernels.attention == "sdpa" and mask is not None:
+            return attention.efficient(ops, q, k, v, mask, call)
+        return attention.flash(ops, q, k, v, call)
+
+    def _mlp(self, ops: Ops, hidden: Tensor) -> Tensor:
+        return self.linears["down_proj"](ops, self._gated(ops, hidden))
+
+    def _gated(self, ops: Ops, hidden: Tensor) -> Tensor:
+        gate = self.linears["gate_proj"](ops, hidden)
+        if self.kernels.liger:
+            return ops.liger_silu_mul(gate, self.linears["up_proj"](ops, hidden))
+        gate = ops.unary(gate)
+        return ops.mul(gate, self.linears["up_proj"](ops, hidden))

@@ -1,0 +1,310 @@
+"""The operations a decoder is made of, on paper: what each allocates, saves for its backward, and allocates there.
+
+Each one names the PyTorch function it stands for. Sizes are elements; `itemsize` is bytes an element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor, run_backward
+
+FLOAT32 = 4
+
+
+class Weight(Tensor):
+    """A parameter of a linear or norm layer.
+
+    Attributes:
+        width: Input features (1 for a norm's weight).
+    """
+
+    __slots__ = ("width",)
+
+    def __init__(self, numel: int, itemsize: int, storage: Storage, *, width: int = 1, leaf: Leaf | None = None) -> None:
+        super().__init__(numel, itemsize, storage, leaf)
+        self.width = width
+
+
+class Ops:
+    """PyTorch's functional interface on paper, with its grad mode and its autocast cache.
+
+    Args:
+        ledger: Books every byte.
+        autocast_itemsize: Bytes of the autocast type, or None when the loop runs without autocast (`pure_bf16`).
+    """
+
+    def __init__(self, ledger: Ledger, *, autocast_itemsize: int | None) -> None:
+        self.ledger = ledger
+        self.autocast_itemsize = autocast_itemsize
+        self.autocast_cache: dict[Tensor, Tensor] | None = None
+        self.grad_enabled = True
+        self.saved_hook: Callable[[Node], None] | None = None
+        self._clock = 0
+
+    # graph -------------------------------------------------------------------------------------------------------
+
+    def empty(self, numel: int, itemsize: int, component: str = "activations") -> Tensor:
+        """A new tensor outside of the graph."""
+        return Tensor(numel, itemsize, Storage(self.ledger, numel * itemsize, component))
+
+    def _storage(self, size: int, component: str = "activations") -> Storage:
+        return Storage(self.ledger, size, component)
+
+    def link(
+        self,
+        out: Tensor,
+        inputs: tuple[Tensor, ...],
+        saved: tuple[Storage, ...],
+        backward: Callable[[Storage, tuple[Storage, ...]], Gradients],
+    ) -> Tensor:
+        """Puts `out` into the graph if a gradient is wanted by any input."""
+        if self.grad_enabled and any(x.node is not None for x in inputs):
+            self._clock += 1
+            out.node = Node(self._clock, tuple(x.node for x in inputs), saved, backward)
+            if self.saved_hook is not None and saved:
+                self.saved_hook(out.node)
+        return out
+
+    @contextmanager
+    def no_grad(self) -> Iterator[None]:
+        """torch.no_grad."""
+        before, self.grad_enabled = self.grad_enabled, False
+        try:
+            yield
+        finally:
+            self.grad_enabled = before
+
+    @contextmanager
+    def enable_grad(self) -> Iterator[None]:
+        """torch.enable_grad."""
+        before, self.grad_enabled = self.grad_enabled, True
+        try:
+            yield
+        finally:
+            self.grad_enabled = before
+
+    @contextmanager
+    def autocast(self) -> Iterator[None]:
+        """torch.autocast: the outermost exit drops the cache of cast weights."""
+        if self.autocast_itemsize is None or self.autocast_cache is not None:
+            yield
+            return
+        self.autocast_cache = {}
+        try:
+            yield
+        finally:
+            self.autocast_cache = None
+
+    # casts -------------------------------------------------------------------------------------------------------
+
+    def cast(self, x: Tensor, itemsize: int, component: str = "activations") -> Tensor:
+        """Tensor.to(dtype): the same tensor where nothing changes."""
+        if x.itemsize == itemsize:
+            return x
+        out = self.empty(x.numel, itemsize, component)
+        size, gradient = x.numel * x.itemsize, "gradients" if isinstance(x.node, Leaf) else component
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return (self._storage(size, gradient),)
+
+        return self.link(out, (x,), (), backward)
+
+    def lower(self, x: Tensor) -> Tensor:
+        """What autocast does to an activation that enters a matrix product or attention."""
+        return x if self.autocast_cache is None or self.autocast_itemsize is None else self.cast(x, self.autocast_itemsize)
+
+    def raise_(self, x: Tensor) -> Tensor:
+        """What autocast does to the input of a function on its float32 list."""
+        return x if self.autocast_cache is None else self.cast(x, FLOAT32)
+
+    def lower_weight(self, weight: Weight) -> Tensor:
+        """As `lower`; a trainable float32 parameter is cast once and kept until autocast ends."""
+        if self.autocast_cache is None or self.autocast_itemsize in (None, weight.itemsize):
+            return weight
+        cached = self.autocast_cache.get(weight)
+        if cached is None:
+            cached = self.cast(weight, self.autocast_itemsize or weight.itemsize, "buffers")
+            if weight.node is not None:
+                self.autocast_cache[weight] = cached
+        return cached
+
+    # arithmetic --------------------------------------------------------------------------------------------------
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        """Elementwise a + b of one shape, in the wider type; gradients return in each input's own type."""
+        itemsize = max(a.itemsize, b.itemsize)
+        out = self.empty(a.numel, itemsize)
+        sizes = (a.numel * a.itemsize, b.numel * b.itemsize)
+        same = (a.itemsize == itemsize, b.itemsize == itemsize)
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return tuple(grad if equal else self._storage(size) for equal, size in zip(same, sizes, strict=True))
+
+        return self.link(out, (a, b), (), backward)
+
+    def scale(self, x: Tensor) -> Tensor:
+        """x * number."""
+        out = self.empty(x.numel, x.itemsize)
+        size = x.numel * x.itemsize
+        return self.link(out, (x,), (), lambda grad, saved: (self._storage(size),))
+
+    def clone(self, x: Tensor) -> Tensor:
+        """Tensor.clone: its gradient passes through untouched."""
+        return self.link(self.empty(x.numel, x.itemsize), (x,), (), lambda grad, saved: (grad,))
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        """Elementwise a * b of one shape: each saves the other where that one needs a gradient."""
+        itemsize = max(a.itemsize, b.itemsize)
+        out = self.empty(a.numel, itemsize)
+        saved = tuple(o.storage for x, o in ((a, b), (b, a)) if x.node is not None)
+        sizes = tuple((x.numel * itemsize, x.numel * x.itemsize) if x.node is not None else None for x in (a, b))
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return tuple(self._product_gradient(size) for size in sizes)
+
+        return self.link(out, (a, b), saved, backward)
+
+    def _product_gradient(self, sizes: tuple[int, int] | None) -> Storage | None:
+        if sizes is None:
+            return None
+        wide = self._storage(sizes[0])
+        return wide if sizes[0] == sizes[1] else self._storage(sizes[1])
+
+    def mul_constant(self, x: Tensor, constant: Tensor, *, itemsize: int | None = None) -> Tensor:
+        """x * a broadcast tensor without gradient, which is saved."""
+        itemsize = itemsize or max(x.itemsize, constant.itemsize)
+        out = self.empty(x.numel, itemsize)
+        size = x.numel * itemsize, x.numel * x.itemsize
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return (self._product_gradient(size),)
+
+        return self.link(out, (x,), (constant.storage,), backward)
+
+    def unary(self, x: Tensor) -> Tensor:
+        """An activation function that saves its input (silu, gelu)."""
+        out = self.empty(x.numel, x.itemsize)
+        size = x.numel * x.itemsize
+        return self.link(out, (x,), (x.storage,), lambda grad, saved: (self._storage(size),))
+
+    def dropout(self, x: Tensor, probability: float) -> Tensor:
+        """torch.native_dropout: saves a mask of one byte an element."""
+        if probability == 0.0:
+            return x
+        out = self.empty(x.numel, x.itemsize)
+        mask = self._storage(x.numel)
+        size = x.numel * x.itemsize
+        return self.link(out, (x,), (mask,), lambda grad, saved: (self._storage(size),))
+
+    # matrix products ---------------------------------------------------------------------------------------------
+
+    def linear(self, x: Tensor, weight: Weight, component: str = "activations") -> Tensor:
+        """F.linear under autocast: saves the input for a trainable weight, the (cast) weight for the input's gradient."""
+        x, used = self.lower(x), self.lower_weight(weight)
+        rows = x.numel // weight.width
+        out = self.empty(rows * (weight.numel // weight.width), x.itemsize, component)
+        saved: tuple[Storage, ...] = ()
+        if used.node is not None:
+            saved += (x.storage,)
+        if x.node is not None:
+            saved += (used.storage,)
+        dx = x.numel * x.itemsize if x.node is not None else 0
+        dw = weight.numel * used.itemsize if used.node is not None else 0
+        owner = "gradients" if used is weight else "buffers"
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            to_input = Storage(self.ledger, dx, "activations", viewed=True) if dx else None
+            return (to_input, self._storage(dw, owner) if dw else None)
+
+        return self.link(out, (x, used), saved, backward)
+
+    def embedding(self, rows: int, weight: Weight) -> Tensor:
+        """F.embedding: its backward makes a dense gradient of the whole table."""
+        out = self.empty(rows * weight.width, weight.itemsize)
+        size = weight.numel * weight.itemsize
+        return self.link(out, (weight,), (), lambda grad, saved: (self._storage(size, "gradients"),))
+
+    # norms -------------------------------------------------------------------------------------------------------
+
+    def rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
+        """transformers' RMSNorm in elementary operations: to float32, x * rsqrt(mean(x^2)), back, times the weight."""
+        itemsize = x.itemsize
+        high = self.cast(x, FLOAT32)
+        rows = x.numel // weight.numel
+        rstd = self._rstd(high, rows)
+        normed = self.empty(x.numel, FLOAT32)
+        wide = x.numel * FLOAT32
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            high_part = self._storage(wide)
+            product = self._storage(wide)  # grad * x, summed over the row
+            del product
+            return (high_part, self._storage(rows * FLOAT32))
+
+        normed = self.link(normed, (high, rstd), (high.storage, rstd.storage), backward)
+        del high, rstd
+        normed = self.cast(normed, itemsize)
+        return self.mul_weight(normed, weight)
+
+    def _rstd(self, high: Tensor, rows: int) -> Tensor:
+        squared = self.empty(high.numel, FLOAT32)
+        out = self.empty(rows, FLOAT32)
+        del squared
+        wide = high.numel * FLOAT32
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            spread = self._storage(wide)  # mean's gradient, written out
+            base = self._storage(wide)  # x ** 1
+            twice = self._storage(wide)
+            del base
+            out = self._storage(wide)
+            del twice, spread
+            return (out,)
+
+        return self.link(out, (high,), (high.storage,), backward)
+
+    def mul_weight(self, x: Tensor, weight: Weight) -> Tensor:
+        """x * weight broadcast over rows, the weight possibly trainable and wider."""
+        itemsize = max(x.itemsize, weight.itemsize)
+        out = self.empty(x.numel, itemsize)
+        saved = (weight.storage,) + ((x.storage,) if weight.node is not None else ())
+        sizes = (x.numel * itemsize, x.numel * x.itemsize)
+        trained = weight.node is not None
+        dw = weight.numel * weight.itemsize
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            dx = self._product_gradient(sizes)
+            if not trained:
+                return (dx, None)
+            product = self._storage(sizes[0])
+            del product
+            return (dx, self._storage(dw, "gradients"))
+
+        return self.link(out, (x, weight), saved, backward)
+
+    def liger_rms_norm(self, x: Tensor, weight: Weight, *, in_place: bool = True) -> Tensor:
+        """liger_kernel.ops.rms_norm: saves its input and one float32 a row; the backward reuses the gradient's memory."""
+        out = self.empty(x.numel, x.itemsize)
+        rstd = self._storage(x.numel // weight.numel * FLOAT32)
+        size, dw = x.numel * x.itemsize, weight.numel * weight.itemsize
+        trained = weight.node is not None
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            dx = grad if in_place else self._storage(size)
+            return (dx, self._storage(dw, "gradients") if trained else None)
+
+        return self.link(out, (x, weight), (x.storage, weight.storage, rstd), backward)
+
+    def liger_silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
+        """liger_kernel.ops.swiglu: saves both inputs and writes their gradients over them."""
+        out = self.empty(gate.numel, gate.itemsize)
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return saved
+
+        return self.link(out, (gate, up), (gate.storage, up.storage), backward)
+
+
+__all__ = ["FLOAT32", "Ops", "Weight", "run_backward"]

@@ -1,0 +1,169 @@
+"""PyTorch on paper: tensors that have a size and a lifetime, and an autograd engine that frees them when PyTorch would.
+
+CPython's reference counts decide how long a real tensor lives, so they decide it here too: a `Storage` books its bytes when
+it is made and gives them back when its last reference goes. Code written against this module keeps the references that the
+real code keeps, and the ledger's highest mark is then the allocated peak.
+
+Source: torch/csrc/autograd (engine.cpp, input_buffer.cpp, accumulate_grad.h) and c10/cuda/CUDACachingAllocator.cpp.
+Known error: a reused block below 10 MiB may count up to 1 MiB more than was asked for; not modelled.
+"""
+
+from __future__ import annotations
+
+import heapq
+import sys
+from collections.abc import Callable, Iterable
+
+
+COMPONENTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
+ALLOCATION_UNIT = 512
+LARGE_ALLOCATION = 10 * 2**20
+SEGMENT_UNIT = 2 * 2**20
+UNSPLIT_REST = 2**20
+LEAF_ORDER = 1 << 60
+
+
+class Ledger:
+    """Live bytes, and the highest mark with its split by component.
+
+    Args:
+        expandable_segments: Whether the allocator runs with them; without, a large block comes in segments of 2 MiB and
+            keeps a remainder of up to 1 MiB, which counts as allocated.
+    """
+
+    __slots__ = ("at_peak", "expandable_segments", "live", "parts", "peak")
+
+    def __init__(self, *, expandable_segments: bool) -> None:
+        self.expandable_segments = expandable_segments
+        self.live = self.peak = 0
+        self.parts = dict.fromkeys(COMPONENTS, 0)
+        self.at_peak = self.parts.copy()
+
+    def block(self, size: int) -> int:
+        """The bytes that count for a request of `size`."""
+        size = -(-size // ALLOCATION_UNIT) * ALLOCATION_UNIT
+        if not self.expandable_segments and size >= LARGE_ALLOCATION:
+            rest = -size % SEGMENT_UNIT
+            return size + rest if rest <= UNSPLIT_REST else size
+        return size
+
+    def take_peak(self) -> tuple[int, dict[str, int]]:
+        """Returns the highest mark and its split since the last call, and starts anew from what is live."""
+        mark, split = self.peak, self.at_peak
+        self.peak, self.at_peak = self.live, self.parts.copy()
+        return mark, split
+
+
+class Storage:
+    """Bytes that are allocated for as long as somebody refers to them.
+
+    Attributes:
+        viewed: The tensor is a view (`ViewBackward` returns one), whose base is a second owner: never added to in place.
+    """
+
+    __slots__ = ("component", "ledger", "size", "viewed")
+
+    def __init__(self, ledger: Ledger, size: int, component: str, *, viewed: bool = False) -> None:
+        self.size = size = ledger.block(size)
+        self.ledger, self.component, self.viewed = ledger, component, viewed
+        ledger.parts[component] += size
+        ledger.live += size
+        if ledger.live > ledger.peak:
+            ledger.peak, ledger.at_peak = ledger.live, ledger.parts.copy()
+
+    def __del__(self) -> None:
+        self.ledger.live -= self.size
+        self.ledger.parts[self.component] -= self.size
+
+
+class Tensor:
+    """A number of elements in a storage; `node` is its autograd function, or None where no gradient flows."""
+
+    __slots__ = ("itemsize", "node", "numel", "storage")
+
+    def __init__(self, numel: int, itemsize: int, storage: Storage, node: Node | None = None) -> None:
+        self.numel, self.itemsize, self.storage, self.node = numel, itemsize, storage, node
+
+    def detach(self) -> Tensor:
+        """The same storage, outside of the graph."""
+        return Tensor(self.numel, self.itemsize, self.storage)
+
+
+Gradients = Iterable["Storage | None"]
+Backward = Callable[["Storage", "tuple[Storage, ...]"], Gradients]
+
+
+class Node:
+    """A function in the autograd graph: what it saved, where its gradients go, and how it makes them."""
+
+    __slots__ = ("backward", "order", "parents", "saved")
+
+    def __init__(
+        self, order: int, parents: tuple[Node | None, ...], saved: tuple[Storage, ...], backward: Backward
+    ) -> None:
+        self.order, self.parents, self.saved, self.backward = order, parents, saved, backward
+
+
+class Leaf(Node):
+    """The end of the graph at a parameter (or a detached activation): keeps the gradient as PyTorch's AccumulateGrad does."""
+
+    __slots__ = ("grad",)
+
+    def __init__(self, grad: Storage | None = None) -> None:
+        super().__init__(LEAF_ORDER, (), (), self._accumulate)
+        self.grad = grad
+
+    def _accumulate(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        if self.grad is None:  # a fresh gradient is taken over; an existing one is added to in place
+            self.grad = grad
+        return ()
+
+
+def run_backward(root: Node, grad: Storage) -> None:
+    """Runs the graph from `root`, newest function first, freeing what each one saved once it ran.
+
+    The caller's own reference to `grad` counts, as it does in PyTorch: while it lasts the buffer is not reused.
+    """
+    waiting = _count_dependencies(root)
+    buffer: dict[Node, Storage] = {root: grad}
+    del grad
+    ready = [(-root.order, 0, root)]
+    pushed = 0
+    while ready:
+        node = heapq.heappop(ready)[2]
+        gradients = tuple(node.backward(buffer.pop(node), node.saved))
+        if not isinstance(node, Leaf):
+            node.saved = ()
+        for parent, gradient in zip(node.parents, gradients, strict=False):
+            if parent is None:
+                continue
+            if gradient is not None:
+                _add_to_buffer(buffer, parent, gradient)
+            waiting[parent] -= 1
+            if not waiting[parent] and parent in buffer:
+                pushed += 1
+                heapq.heappush(ready, (-parent.order, pushed, parent))
+        gradients = gradient = parent = None  # type: ignore[assignment]
+
+
+def _count_dependencies(root: Node) -> dict[Node, int]:
+    counts: dict[Node, int] = {root: 0}
+    stack = [root]
+    while stack:
+        for parent in stack.pop().parents:
+            if parent is None:
+                continue
+            if parent in counts:
+                counts[parent] += 1
+            else:
+                counts[parent] = 1
+                stack.append(parent)
+    return counts
+
+
+def _add_to_buffer(buffer: dict[Node, Storage], node: Node, gradient: Storage) -> None:
+    old = buffer.get(node)
+    if old is None:
+        buffer[node] = gradient
+    elif old.viewed or sys.getrefcount(old) > 3:  # the buffer, this name and the call: anybody else makes the sum a new tensor
+        buffer[node] = Storage(old.ledger, old.size, old.component)

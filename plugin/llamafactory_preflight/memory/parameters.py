@@ -1,0 +1,104 @@
+"""Every parameter of a decoder by name: sizes, what is trained, in which type it is stored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+
+
+ATTENTION_LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_LINEARS = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinearShape:
+    """A linear layer's features."""
+
+    in_features: int
+    out_features: int
+    bias: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of the weight matrix."""
+        return self.in_features * self.out_features
+
+
+def layer_linears(shape: ModelShape) -> dict[str, LinearShape]:
+    """The linear modules of one decoder layer, in module order; experts of a sparse layer are not among them."""
+    hidden, query, key, width = shape.hidden_size, shape.query_size, shape.key_size, shape.intermediate_size
+    linears = {
+        "q_proj": LinearShape(in_features=hidden, out_features=query, bias=shape.qkv_bias),
+        "k_proj": LinearShape(in_features=hidden, out_features=key, bias=shape.qkv_bias),
+        "v_proj": LinearShape(in_features=hidden, out_features=key, bias=shape.qkv_bias),
+        "o_proj": LinearShape(in_features=query, out_features=hidden, bias=shape.output_bias),
+    }
+    if shape.moe is None:
+        linears |= {
+            "gate_proj": LinearShape(in_features=hidden, out_features=width, bias=shape.mlp_bias),
+            "up_proj": LinearShape(in_features=hidden, out_features=width, bias=shape.mlp_bias),
+            "down_proj": LinearShape(in_features=width, out_features=hidden, bias=shape.mlp_bias),
+        }
+    return linears
+
+
+def layer_norms(shape: ModelShape) -> dict[str, int]:
+    """The norms of one decoder layer and their elements, under the names `decoder.DecoderLayer` calls them by."""
+    norms = {"input_layernorm": shape.hidden_size}
+    if shape.family.qk_norm:
+        norms |= {"q_norm": shape.head_dim, "k_norm": shape.head_dim}
+    if shape.family.sandwich_norms:
+        norms |= {"post_attention_norm": shape.hidden_size}
+    norms |= {"pre_mlp_norm": shape.hidden_size}
+    if shape.family.sandwich_norms:
+        norms |= {"post_mlp_norm": shape.hidden_size}
+    return norms
+
+
+def expert_numel(shape: ModelShape) -> int:
+    """Elements of one sparse layer's experts and router."""
+    if shape.moe is None:
+        return 0
+    experts = shape.moe.num_experts * 3 * shape.moe.intermediate_size * shape.hidden_size
+    return experts + shape.moe.num_experts * shape.hidden_size
+
+
+def layer_numel(shape: ModelShape) -> int:
+    """Elements of one decoder layer."""
+    linears = sum(x.numel + x.out_features * x.bias for x in layer_linears(shape).values())
+    return linears + sum(layer_norms(shape).values()) + expert_numel(shape)
+
+
+def embedding_numel(shape: ModelShape) -> int:
+    """Elements of the input embedding (and of an untied head)."""
+    return shape.vocab_size * shape.hidden_size
+
+
+def total_numel(shape: ModelShape) -> int:
+    """Elements of the whole model."""
+    heads = 1 if shape.tie_word_embeddings else 2
+    return shape.num_layers * layer_numel(shape) + heads * embedding_numel(shape) + shape.hidden_size
+
+
+def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShape]:
+    """The linear modules of a layer that get an adapter; `all` is what LLaMA-Factory's find_all_linear_modules finds.
+
+    Raises:
+        Unmodelled: A name is given as a regular expression or lies outside of the decoder layers.
+    """
+    linears = layer_linears(shape)
+    names = run.lora_target if run.finetuning_type == "lora" else run.oft_target
+    if names == ("all",):
+        return linears
+    unknown = [name for name in names if name not in linears]
+    if unknown:
+        raise Unmodelled(f"LoRA target {', '.join(unknown)} is not a linear layer that every decoder layer has")
+    return {name: linear for name, linear in linears.items() if name in names}
+
+
+def lora_numel(linear: LinearShape, rank: int, *, magnitude: bool) -> int:
+    """Trainable elements that LoRA (or DoRA, with its magnitudes) adds to a linear layer."""
+    return rank * (linear.in_features + linear.out_features) + (linear.out_features if magnitude else 0)
