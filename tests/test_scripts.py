@@ -1,0 +1,113 @@
+"""The shell scripts say in one line what is wrong. Real processes; only the machine's state is made up."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("quickstart.sh", "test.sh")
+UNREACHABLE = {
+    "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+    "PIP_EXTRA_INDEX_URL": "",
+    "PIP_FIND_LINKS": "",
+    "PIP_CONFIG_FILE": os.devnull,
+    "PIP_RETRIES": "1",
+}
+
+
+def program(folder: Path, name: str, body: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    path = folder / name
+    path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def path_with_df(tmp_path: Path, *, free_kib: int) -> str:
+    report = f"Filesystem 1024-blocks Used Available Capacity Mounted on\\ndisk 1 1 {free_kib} 1% /\\n"
+    program(tmp_path / "bin", "df", f"printf '{report.replace('%', '%%')}'")
+    return os.pathsep.join([str(tmp_path / "bin"), os.environ["PATH"]])
+
+
+def start(run: Any, script: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    venv = env.pop("LLAMAFACTORY_PREFLIGHT_VENV", str(tmp_path / "venv"))
+    return run(["bash", ROOT / "scripts" / script], env={"LLAMAFACTORY_PREFLIGHT_VENV": venv, **env}, cwd=tmp_path)
+
+
+def only_error(done: subprocess.CompletedProcess[str]) -> str:
+    assert done.returncode == 1, done.stdout + done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_python_too_old(run: Any, tmp_path: Path, script: str) -> None:
+    # An interpreter of 2019, as far as the script can tell: it knows its version and that the comparison fails.
+    old = program(tmp_path / "bin", "python3.8", '[ "$1" = -V ] && echo "Python 3.8.0"; exit 1')
+    error = only_error(start(run, script, tmp_path, PYTHON=str(old)))
+    assert "Python too old" in error and "Python 3.8.0" in error and "3.11" in error
+    assert not (tmp_path / "venv").exists()
+
+
+def test_no_python(run: Any, tmp_path: Path) -> None:
+    assert "no nosuchpython here" in only_error(start(run, "quickstart.sh", tmp_path, PYTHON="nosuchpython"))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_disk_full_before_the_installation(run: Any, tmp_path: Path, script: str) -> None:
+    path = path_with_df(tmp_path, free_kib=900_000)
+    error = only_error(start(run, script, tmp_path, PYTHON=sys.executable, PATH=path))
+    assert "disk full" in error and "0 GB free" in error
+
+
+def test_disk_full_during_the_installation(run: Any, tmp_path: Path) -> None:
+    pip = 'echo "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"; exit 1'
+    program(tmp_path / "venv", "unused", "")
+    program(tmp_path / "venv/bin", "python", pip)
+    assert "disk full" in only_error(start(run, "quickstart.sh", tmp_path))
+
+
+def test_no_network(run: Any, tmp_path: Path) -> None:
+    path = path_with_df(tmp_path, free_kib=90_000_000)
+    done = start(run, "quickstart.sh", tmp_path, PYTHON=sys.executable, PATH=path, **UNREACHABLE)
+    error = only_error(done)
+    assert "no network" in error
+    assert "127.0.0.1" in Path(error.split("log: ")[1].rstrip(")")).read_text(encoding="utf-8")
+
+
+def test_a_folder_that_cannot_be_made(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    venv = str(tmp_path / "file/venv")
+    done = start(run, "quickstart.sh", tmp_path, PYTHON=sys.executable, LLAMAFACTORY_PREFLIGHT_VENV=venv)
+    assert "cannot write" in only_error(done)
+
+
+def test_an_interrupted_installation_is_taken_up_again(run: Any, tmp_path: Path) -> None:
+    # A stamp is written only after pip ended well, so an environment without one is installed into again.
+    log = tmp_path / "calls"
+    program(tmp_path / "venv", "unused", "")
+    program(tmp_path / "venv/bin", "python", f'echo "$@" >> "{log}"; case "$*" in *build_tiny*) exit 1;; esac')
+    assert start(run, "quickstart.sh", tmp_path).returncode == 1
+    first = log.read_text(encoding="utf-8").splitlines()
+    assert [line.split()[:3] for line in first[:2]] == [["-m", "pip", "install"]] * 2
+    assert "llamafactory==0.9.5" in first[0] and first[1].endswith(f"-e {ROOT}")
+    assert start(run, "quickstart.sh", tmp_path).returncode == 1
+    assert not [line for line in log.read_text(encoding="utf-8").splitlines()[len(first) :] if "pip install" in line]
+
+
+@pytest.mark.parametrize("path", [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"], ids=lambda path: path.name)
+def test_shell_syntax(path: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""
+    if shutil.which("shellcheck"):
+        command = ["shellcheck", "-x", "-S", "warning", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=path.parent)
+        assert done.returncode == 0, done.stdout
