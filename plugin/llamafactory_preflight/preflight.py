@@ -95,8 +95,8 @@ def examine(
         resolved_arguments, software=software, origin=origin, allow_extra=_enabled(env, "ALLOW_EXTRA_ARGS")
     )
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
-    run = run if devices else replace(run, use_cpu=True)
-    decisive = None if run.use_cpu else device.smallest(devices)
+    on_cpu = run.use_cpu or not devices
+    decisive = None if on_cpu else device.smallest(devices)
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
     found: list[Finding] = []
@@ -106,7 +106,7 @@ def examine(
         shape = ModelShape.from_config(model.config)
         if run.deepspeed is not None:
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-        estimate = memory.estimate(run, shape, software=software)
+        estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software)
         answer = _judge(estimate, decisive, host_budget_bytes)
         found += findings.disk(run, model, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
@@ -125,7 +125,7 @@ def examine(
         shape=shape,
         estimate=estimate,
         device=decisive,
-        devices=() if run.use_cpu else devices,
+        devices=() if on_cpu else devices,
         host_budget_bytes=host_budget_bytes,
         verdict=answer,
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),

@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamafactory_preflight import device, findings, host, memory, preflight, report
+from llamafactory_preflight.device import Device
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.result import Finding
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.software import Software
+from llamafactory_preflight.units import GIB, MIB
+
+
+CONFIG = {
+    "model_type": "qwen3",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 1000,
+    "dtype": "bfloat16",
+}
+CARD = Device(name="a card", total_bytes=24 * GIB, free_bytes=24 * GIB, compute_capability=(8, 9))
+
+
+def one_gib_and_a_mib_a_token(run: RunDescription, shape: object, *, software: Software) -> MemoryEstimate:
+    """Stands for the real estimate, so that these tests are about what is made of it."""
+    peak = GIB + run.cutoff_len * MIB
+    parts = dict.fromkeys(("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
+    return MemoryEstimate(
+        phases={"load": GIB, "forward_backward": peak, "optimizer_step": GIB, "save": GIB, "evaluate": 0},
+        components=parts
+        | {"weights": GIB, "adapters": MIB, "optimizer": 2 * MIB, "activations": peak - GIB - 3 * MIB},
+        peak_allocated_bytes=peak,
+        low_bytes=peak,
+        high_bytes=peak,
+        slack_bytes=0,
+        host_bytes=2 * GIB,
+        tokens_per_step=run.cutoff_len,
+        reasons=("It was made up.",),
+    )
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    for variable in ("FORCE_TORCHRUN", "LOCAL_RANK", "ALLOW_EXTRA_ARGS", "LLAMAFACTORY_PREFLIGHT_GPU"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT", raising=False)
+    monkeypatch.setattr(memory, "estimate", one_gib_and_a_mib_a_token)
+    monkeypatch.setattr(device, "visible", lambda environ=None: ())
+    monkeypatch.setattr(host, "available_bytes", lambda: 64 * GIB)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return str(folder)
+
+
+def ids(found: Iterator[Finding] | tuple[Finding, ...]) -> set[str]:
+    return {finding.id for finding in found}
+
+
+@pytest.mark.parametrize(("gpu", "word", "code"), [("24GiB", "fits", 0), ("2GiB", "will_not_fit", 1)])
+def test_a_mapping_against_a_planned_card(model: str, gpu: str, word: str, code: int) -> None:
+    result = preflight.check({"model_name_or_path": model, "cutoff_len": 2048}, gpu=gpu)
+    assert (result.verdict.word, result.exit_code) == (word, code)
+
+
+def test_a_file_with_overrides(model: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text(f"model_name_or_path: {model}\ncutoff_len: 2048\n")
+    assert preflight.check(file, overrides=["cutoff_len=100"], gpu="2GiB").verdict.word == "fits"
+    assert preflight.check(str(file), gpu="2GiB").verdict.word == "will_not_fit"
+
+
+def test_free_is_what_the_allocator_may_use(model: str) -> None:
+    given = {"model_name_or_path": model, "cutoff_len": 1024}
+    assert preflight.check(given, free="2GiB").verdict.word == "fits"
+    assert preflight.check(given, free="1.99GiB").verdict.word == "will_not_fit"
+
+
+def test_neither_a_gpu_nor_a_plan(model: str) -> None:
+    with pytest.raises(UserError, match="--gpu 24GiB"):
+        preflight.check({"model_name_or_path": model})
+    result = preflight.check({"model_name_or_path": model, "use_cpu": True})
+    assert (result.verdict.word, result.device) == ("fits", None)
+
+
+def test_the_host_verdict_of_a_run_on_the_cpu(model: str) -> None:
+    given = {"model_name_or_path": model, "use_cpu": True}
+    assert preflight.check(given, host_ram="1GiB").verdict.word == "will_not_fit"
+    assert preflight.check(given, host_ram="1.9GiB").verdict.word == "tight"
+
+
+def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = (CARD, dataclasses.replace(CARD, name="another", index=1, free_bytes=2 * GIB))
+    monkeypatch.setattr(device, "visible", lambda environ=None: cards)
+    given = {"model_name_or_path": model, "cutoff_len": 2048}
+    result = preflight.check(given)
+    assert (result.verdict.word, result.device) == ("will_not_fit", cards[1])
+    assert preflight.check(given, device_index=0).verdict.word == "fits"
+    assert preflight.check(given, num_gpus=1).devices == cards[:1]
+    for wrong in ({"device_index": 2}, {"num_gpus": 3}, {"num_gpus": 0}):
+        with pytest.raises(UserError):
+            preflight.check(given, **wrong)
+
+
+def test_a_card_of_unknown_size_is_not_judged(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        device, "visible", lambda environ=None: (Device(name="MIG-1", total_bytes=None, free_bytes=None),)
+    )
+    result = preflight.check({"model_name_or_path": model})
+    assert (result.verdict.word, result.exit_code) == ("unknown", 2)
+
+
+def test_an_unknown_architecture_is_not_judged(model: str) -> None:
+    (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"model_type": "unheard_of"}))
+    result = preflight.check({"model_name_or_path": model}, gpu="24GiB")
+    assert (result.verdict.word, result.exit_code) == ("unknown", 2)
+    assert "unheard_of" in report.text(result)
+
+
+def test_a_hub_that_cannot_be_reached_is_not_judged(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    result = preflight.check({"model_name_or_path": "someone/tiny"}, gpu="24GiB")
+    assert (result.verdict.word, result.exit_code) == ("unknown", 2)
+    assert "cannot be reached" in report.text(result)
+
+
+def test_deepspeed_on_one_gpu_needs_torchrun(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model_name_or_path": model, "deepspeed": {"zero_optimization": {"stage": 2}}}
+    result = preflight.check(given, gpu="24GiB")
+    assert "deepspeed-needs-torchrun" in ids(result.findings)
+    assert result.exit_code == 2
+    assert "FORCE_TORCHRUN=1" in " ".join(report.text(result).split())
+    assert "deepspeed-needs-torchrun" not in ids(preflight.check(given, gpu="24GiB", num_gpus=2).findings)
+    monkeypatch.setenv("FORCE_TORCHRUN", "1")
+    assert preflight.check(given, gpu="24GiB").exit_code == 0
+
+
+def test_a_faulty_deepspeed_plan_is_the_users_error(model: str) -> None:
+    with pytest.raises(UserError, match="stage"):
+        preflight.check({"model_name_or_path": model, "deepspeed": {"zero_optimization": {"stage": 9}}}, gpu="24GiB")
+
+
+def test_too_little_disk_for_checkpoints(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_disk_bytes", lambda path: 8 * MIB)
+    given = {"model_name_or_path": model, "do_train": True, "output_dir": "out"}
+    assert preflight.check(given, gpu="24GiB").exit_code == 0  # one adapter, and one checkpoint of 3 MiB
+    result = preflight.check(given | {"save_total_limit": 2}, gpu="24GiB")
+    assert ids(result.findings) == {"disk-checkpoints"}
+    assert result.exit_code == 2
+    assert preflight.check(given | {"save_total_limit": 2, "save_strategy": "no"}, gpu="24GiB").findings == ()
+    assert ids(preflight.check(given | {"finetuning_type": "full"}, gpu="24GiB").findings) == {"disk-checkpoints"}
+
+
+def test_too_little_disk_for_the_weights(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = findings.ModelSource(config=CONFIG, place="a hub", download_bytes=5 * GIB, cache_dir=Path("/cache"))
+    monkeypatch.setattr(host, "free_disk_bytes", lambda path: 4 * GIB)
+    (found,) = findings.disk(RunDescription(), source, None)
+    assert (found.id, found.severity) == ("disk-weights", "error")
+    assert report.message(found) == "The weights take 5.00 GiB to download, and 4.00 GiB are free at /cache."
+
+
+def test_extra_arguments_are_legal_when_allowed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = {"model_name_or_path": model, "something_of_mine": 1}
+    with pytest.raises(UserError, match="something_of_mine"):
+        preflight.check(given, gpu="24GiB")
+    monkeypatch.setenv("ALLOW_EXTRA_ARGS", "1")
+    assert preflight.check(given, gpu="24GiB").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("versions", "found"),
+    [
+        ({"transformers": "5.6.0", "flash_attn": "2.8.3"}, {"transformers-5.6.0-fa2"}),
+        ({"transformers": "5.6.1", "flash_attn": "2.8.3"}, set()),
+        ({"transformers": "5.6.0"}, set()),
+        ({"llamafactory": "0.9.4", "deepspeed": "0.17.0"}, {"deepspeed-too-new"}),
+        ({"llamafactory": "0.9.4", "deepspeed": "0.16.9"}, set()),
+        ({"llamafactory": "0.9.5", "deepspeed": "0.19.0"}, set()),
+        ({"llamafactory": "0.9.6.dev0", "deepspeed": "0.18.5"}, {"deepspeed-too-new"}),
+        ({"llamafactory": "0.9.6.dev0", "deepspeed": "0.18.4"}, set()),
+    ],
+)
+def test_known_bad_pairs(versions: dict[str, str], found: set[str]) -> None:
+    assert ids(findings.bad_pairs(Software(**versions))) == found
+
+
+def test_bad_pairs_that_a_run_does_not_use_are_not_told() -> None:
+    software = Software(transformers="5.6.0", flash_attn="2.8.3", llamafactory="0.9.4", deepspeed="0.17.0")
+    assert ids(findings.bad_pairs(software, RunDescription())) == set()
+    used = RunDescription(flash_attn="fa2", deepspeed={})
+    assert ids(findings.bad_pairs(software, used)) == {"transformers-5.6.0-fa2", "deepspeed-too-new"}
+
+
+def test_what_a_run_needs_and_is_not_installed() -> None:
+    run = RunDescription(deepspeed={}, quantization_bit=4, enable_liger_kernel=True, flash_attn="fa2")
+    missing = {"deepspeed-missing", "bitsandbytes-missing", "liger-kernel-missing", "flash-attn-missing"}
+    assert ids(findings.missing_packages(run, Software())) == missing
+    installed = Software(deepspeed="1", bitsandbytes="1", liger_kernel="1", flash_attn="1")
+    assert ids(findings.missing_packages(run, installed)) == set()
+
+
+def test_what_a_card_cannot_do_or_does_already() -> None:
+    old = dataclasses.replace(CARD, compute_capability=(7, 5), free_bytes=20 * GIB, processes=(4711,))
+    found = {finding.id: report.message(finding) for finding in findings.card(RunDescription(bf16=True), old)}
+    assert found.keys() == {"no-bf16", "gpu-in-use"}
+    assert "4.00 GiB" in found["gpu-in-use"] and "4711" in found["gpu-in-use"]
+    assert ids(findings.card(RunDescription(bf16=True), CARD)) == set()
+
+
+@pytest.mark.parametrize(("version", "found"), [("0.9.4", set()), ("0.9.5", {"json-not-read"})])
+def test_json_files_that_llamafactory_cannot_read(version: str, found: set[str]) -> None:
+    assert ids(findings.json_file("a.json", Software(llamafactory=version))) == found
+    assert ids(findings.json_file("a.yaml", Software(llamafactory=version))) == set()
+
+
+class TestGuard:
+    """`guard_train`, which the hook calls before a training starts."""
+
+    def guard(self, **arguments: Any) -> None:
+        preflight.guard_train(arguments, stage="process")
+
+    def test_a_run_that_fits_goes_on_with_a_report(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24GiB")
+        self.guard(model_name_or_path=model)
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert "FITS: needs" in captured.err
+
+    def test_block_stops_what_fits_at_no_length(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "1GiB")
+        with pytest.raises(SystemExit) as caught:
+            self.guard(model_name_or_path=model)
+        assert caught.value.code == 1
+        assert report.REFUSAL in capsys.readouterr().err
+
+    def test_what_may_fit_with_shorter_samples_goes_on(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "2GiB")
+        self.guard(model_name_or_path=model, cutoff_len=4096)
+        error = capsys.readouterr().err
+        assert "WILL NOT FIT" in error and report.LENGTH_DECIDES in error
+        with pytest.raises(SystemExit):  # packing fills every sequence
+            self.guard(model_name_or_path=model, cutoff_len=4096, neat_packing=True)
+
+    def test_warn_only_says_so(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "1GiB")
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT", "warn")
+        self.guard(model_name_or_path=model)
+        assert "WILL NOT FIT" in capsys.readouterr().err
+
+    def test_a_run_on_the_cpu_is_never_stopped(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(host, "available_bytes", lambda: MIB)
+        self.guard(model_name_or_path=model)
+        assert "WILL NOT FIT: a run on the CPU." in capsys.readouterr().err
+
+    def test_an_unknown_run_is_never_stopped(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"model_type": "unheard_of"}))
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "1GiB")
+        self.guard(model_name_or_path=model)
+        assert "UNKNOWN" in capsys.readouterr().err
+
+    def test_a_command_line_is_understood(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24GiB")
+        preflight.guard_train(["--model_name_or_path", model, "--cutoff_len", "64"], stage="launcher")
+        assert "64 tokens" in capsys.readouterr().err
