@@ -1,0 +1,107 @@
+"""Who may import what, and other rules about the source that no other test would notice."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / "llamafactory_preflight"
+SIMULATION = PACKAGE / "simulate"  # runs the real step, so it needs the real packages
+FILES = sorted(PACKAGE.rglob("*.py"))
+CORE = [file for file in FILES if SIMULATION not in file.parents]
+HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "datasets", "numpy", "deepspeed", "rich"}
+# Modules from which data flows on: a module may import only from those that stand before it.
+ORDER = (
+    *("errors", "units", "software", "settings", "schema", "arguments", "run", "zero", "model_shape", "hub", "memory"),
+    *("device", "host", "verdict", "result", "findings", "report", "preflight"),
+)
+MAX_LINES = 300
+
+
+def name(file: Path) -> str:
+    return str(file.relative_to(PACKAGE))
+
+
+def imports(file: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, at any depth."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name(file)} imports relatively"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def our_imports(file: Path) -> set[str]:
+    """Names of the modules of this package that a file imports, without the package."""
+    parts = [item.split(".") for item in imports(file)]
+    return {part[1] for part in parts if part[0] == PACKAGE.name and len(part) > 1}
+
+
+def test_the_rules_have_something_to_rule() -> None:
+    assert len(CORE) > 20
+    assert all((PACKAGE / f"{module}.py").exists() or (PACKAGE / module).is_dir() for module in ORDER)
+
+
+@pytest.mark.parametrize("file", CORE, ids=name)
+def test_the_core_imports_nothing_heavy(file: Path) -> None:
+    assert {item.partition(".")[0] for item in imports(file)} & HEAVY == set()
+
+
+def test_the_core_loads_nothing_heavy() -> None:
+    modules = [
+        ".".join([PACKAGE.name, *file.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__")
+        for file in CORE
+        if file.name != "__main__.py"
+    ]
+    code = f"import sys, {', '.join(modules)}\nprint(sorted({HEAVY!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("module", ORDER)
+def test_data_flows_one_way(module: str) -> None:
+    folder = PACKAGE / module
+    files = sorted(folder.rglob("*.py")) if folder.is_dir() else [PACKAGE / f"{module}.py"]
+    later = set(ORDER[ORDER.index(module) + 1 :])
+    for file in files:
+        assert our_imports(file) & later == set(), name(file)
+
+
+@pytest.mark.parametrize("file", [file for file in CORE if file.name != "units.py"], ids=name)
+def test_only_the_report_puts_bytes_into_words(file: Path) -> None:
+    if file.name != "report.py":
+        assert "llamafactory_preflight.units.gib" not in set(imports(file))
+
+
+@pytest.mark.parametrize("file", CORE, ids=name)
+def test_only_hooks_names_functions_to_patch(file: Path) -> None:
+    if file.name in {"hooks.py", "_startup.py"}:
+        return
+    texts = [
+        node.value
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    assert [text for text in texts if text.startswith("llamafactory.") and " " not in text] == []
+
+
+@pytest.mark.parametrize("file", FILES, ids=name)
+def test_no_module_is_long(file: Path) -> None:
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("file", CORE, ids=name)
+def test_nothing_executes_text(file: Path) -> None:
+    called = {
+        node.func.id
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    assert called & {"exec", "eval", "compile", "__import__"} == set()

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from llamafactory_preflight import paths, presets
+from llamafactory_preflight.errors import UserError
+
+
+def test_every_yaml_of_the_pack_is_a_preset_smaller_cards_first(root: Path) -> None:
+    found = presets.available()
+    assert {preset.name for preset in found} == {file.stem for file in (root / "presets").glob("*.yaml")}
+    tiers = [0 if preset.tier == "any" else int(preset.tier.split()[0]) for preset in found]
+    assert tiers == sorted(tiers)
+
+
+@pytest.mark.parametrize("name", ["cpu_smoke", "cpu_smoke.yaml"])
+def test_find(name: str) -> None:
+    assert presets.find(name).file.name == "cpu_smoke.yaml"
+
+
+@pytest.mark.parametrize("name", ["nope", "../README", "", "presets/cpu_smoke"])
+def test_find_what_is_not_there(name: str) -> None:
+    with pytest.raises(UserError, match="cpu_smoke"):
+        presets.find(name)
+
+
+def test_a_copy_finds_everything_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(paths, "pack_folder", lambda pack=paths.pack_folder(): pack)
+    for preset in presets.available():
+        folder = tmp_path / preset.name
+        files = presets.copy(preset.name, folder, force=False)
+        assert (folder / preset.file.name).read_bytes() == preset.file.read_bytes()
+        assert all(file.is_file() and file.is_relative_to(folder) for file in files)
+        resolved, _ = paths.resolve(preset.arguments, beside=folder)
+        assert Path(resolved["dataset_dir"]) == folder / "data"
+        if "deepspeed" in preset.arguments:
+            assert Path(resolved["deepspeed"]).is_relative_to(folder)
+
+
+def test_copying_twice_is_fine_and_a_changed_file_is_kept(tmp_path: Path) -> None:
+    first = presets.copy("cpu_smoke", tmp_path, force=False)
+    assert presets.copy("cpu_smoke", tmp_path, force=False)[0] == first[0]
+    first[0].write_text("mine: true\n")
+    with pytest.raises(UserError, match=r"cpu_smoke\.yaml exists already"):
+        presets.copy("cpu_smoke", tmp_path, force=False)
+    assert first[0].read_text() == "mine: true\n"
+    presets.copy("cpu_smoke", tmp_path, force=True)
+    assert first[0].read_bytes() == presets.find("cpu_smoke").file.read_bytes()
+
+
+def test_a_data_folder_with_these_data_sets_is_left_alone(tmp_path: Path) -> None:
+    info = tmp_path / "data" / "dataset_info.json"
+    info.parent.mkdir()
+    info.write_text('{"identity": {"file_name": "mine.json"}, "other": {}}')
+    presets.copy("cpu_smoke", tmp_path, force=False)
+    assert "mine.json" in info.read_text()
+    assert not (tmp_path / "data" / "identity.json").exists()
+
+
+def test_a_data_folder_with_other_data_sets_is_not_overwritten(tmp_path: Path) -> None:
+    info = tmp_path / "data" / "dataset_info.json"
+    info.parent.mkdir()
+    info.write_text('{"other": {}}')
+    with pytest.raises(UserError, match=r"dataset_info\.json exists already"):
+        presets.copy("cpu_smoke", tmp_path, force=False)
+    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["dataset_info.json"]
+
+
+def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = 0
+
+    def full_disk(descriptor: int, mode: str) -> object:
+        nonlocal written
+        written += 1
+        if written == 2:
+            os.close(descriptor)
+            raise OSError(28, "No space left on device")
+        return real(descriptor, mode)
+
+    real = os.fdopen
+    monkeypatch.setattr(os, "fdopen", full_disk)
+    with pytest.raises(UserError, match="No space left on device"):
+        presets.copy("cpu_smoke", tmp_path, force=False)
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
