@@ -34,7 +34,9 @@ pip_install() {
   local log=$VENV/install.log why
   "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check "$@" 2>&1 | tee "$log" |
     awk '/Downloading .* MB\)/ { sub(/^ +/, "    "); print; fflush() }
-         /^Installing collected packages/ { printf "    Installing %d packages\n", gsub(/,/, ",") + 1; fflush() }' &&
+         /^Installing collected packages/ {
+           n = gsub(/,/, ",") + 1; printf "    Installing %d package%s\n", n, n > 1 ? "s" : ""; fflush()
+         }' &&
     [ "${PIPESTATUS[0]}" -eq 0 ] && return
   if grep -q 'No space left on device' "$log"; then
     die "disk full: the environment in $VENV takes about $NEEDED_GB GB"
@@ -54,7 +56,7 @@ install_once() {
   printf '%s\n' "$key" >"$stamp"
 }
 
-# Makes the environment, or finishes it, or finds it ready: prepare_environment EXTRAS (such as "" or "[test]").
+# Makes the environment, or finishes it, or finds it ready: prepare_environment [EXTRAS], such as [test].
 prepare_environment() {
   local python free_gb
   if [ ! -x "$VENV/bin/python" ]; then
@@ -69,6 +71,7 @@ prepare_environment() {
   [ -e "$VENV/.installed-framework" ] || say "Installing torch and LLaMA-Factory (a few GB, some minutes; the second time it is quick)"
   install_once framework "${PINS[*]}" "${PINS[@]}"
   say "Installing this project in $VENV"
-  # Installed again only when this is another tree, or its packaging changed; the code itself is used from the tree.
-  install_once "project$1" "$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/plugin/*.{pth,start} | cksum)" -e "$ROOT$1"
+  # Again only when the environment holds another tree or the packaging changed; the code itself is used from the tree.
+  install_once project "$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/plugin/*.{pth,start} | cksum)" -e "$ROOT"
+  [ -z "${1-}" ] || install_once extras "$1 $(cksum <"$ROOT/pyproject.toml")" -e "$ROOT$1"
 }

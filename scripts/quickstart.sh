@@ -4,7 +4,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
-prepare_environment ""
+prepare_environment
 say "Building a tiny Qwen3 with random weights and the real tokenizer"
 "$VENV/bin/python" scripts/build_tiny_model.py --link saves/tiny-qwen3 || exit 1
 

@@ -91,17 +91,31 @@ def test_a_folder_that_cannot_be_made(run: Any, tmp_path: Path) -> None:
     assert "cannot write" in only_error(done)
 
 
-def test_an_interrupted_installation_is_taken_up_again(run: Any, tmp_path: Path) -> None:
-    # A stamp is written only after pip ended well, so an environment without one is installed into again.
+def test_what_is_installed_is_not_installed_again(run: Any, tmp_path: Path) -> None:
+    # A program in place of the environment's Python writes down how it was called; building the model fails.
     log = tmp_path / "calls"
     program(tmp_path / "venv", "unused", "")
     program(tmp_path / "venv/bin", "python", f'echo "$@" >> "{log}"; case "$*" in *build_tiny*) exit 1;; esac')
-    assert start(run, "quickstart.sh", tmp_path).returncode == 1
-    first = log.read_text(encoding="utf-8").splitlines()
-    assert [line.split()[:3] for line in first[:2]] == [["-m", "pip", "install"]] * 2
-    assert "llamafactory==0.9.5" in first[0] and first[1].endswith(f"-e {ROOT}")
-    assert start(run, "quickstart.sh", tmp_path).returncode == 1
-    assert not [line for line in log.read_text(encoding="utf-8").splitlines()[len(first) :] if "pip install" in line]
+
+    def installed(script: Path) -> list[str]:
+        log.write_text("", encoding="utf-8")
+        done = run(["bash", script], env={"LLAMAFACTORY_PREFLIGHT_VENV": str(tmp_path / "venv")}, cwd=tmp_path)
+        assert done.returncode == (1 if script.name == "quickstart.sh" else 0), done.stderr
+        calls = log.read_text(encoding="utf-8").splitlines()
+        return [call.split("--disable-pip-version-check ")[1] for call in calls if call.startswith("-m pip install")]
+
+    other = tmp_path / "other tree"
+    shutil.copytree(ROOT / "scripts", other / "scripts")
+    shutil.copytree(ROOT / "plugin", other / "plugin", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", other)
+
+    framework, project = installed(ROOT / "scripts/quickstart.sh")
+    assert "llamafactory==0.9.5" in framework and project == f"-e {ROOT}"
+    assert installed(ROOT / "scripts/quickstart.sh") == []
+    assert installed(ROOT / "scripts/test.sh") == [f"-e {ROOT}[test,liger]"]
+    assert installed(ROOT / "scripts/test.sh") == []
+    assert installed(other / "scripts/test.sh") == [f"-e {other}"]
+    assert installed(ROOT / "scripts/test.sh") == [f"-e {ROOT}"], "the tests would run another tree's code"
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"], ids=lambda path: path.name)
