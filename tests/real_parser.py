@@ -1,4 +1,4 @@
-"""Asks the installed LLaMA-Factory, in a process of its own, how it reads arguments. Prints JSON."""
+"""Asks the installed LLaMA-Factory, in a process of its own, how it reads arguments. Prints JSON on the last line."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def main() -> None:
     fields = {
         field.name: default(field) for cls in parser._TRAIN_ARGS for field in dataclasses.fields(cls) if field.init
     }
-    json.dump({"files": files, "flags": flags, "defaults": fields}, sys.stdout)
+    print("\n" + json.dumps({"files": files, "flags": flags, "defaults": fields}))
 
 
 if __name__ == "__main__":

@@ -117,13 +117,13 @@ def test_the_smallest_decides(driver: Driver) -> None:
 
 @pytest.mark.parametrize("gpu", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
 def test_a_card_by_name(gpu: str) -> None:
-    card = device.planned(gpu=gpu, free=None)
+    card = device.planned(gpu=gpu)
     assert card is not None
     assert card.free_bytes == card.total_bytes == int(23.6 * GIB)
 
 
 def test_a_card_by_size() -> None:
-    card = device.planned(gpu="24GB", free=None)
+    card = device.planned(gpu="24GB")
     assert card is not None and card.planned
     assert card.free_bytes == 24 * GIB
 
@@ -136,18 +136,18 @@ def test_free_leaves_the_context_out(gpu: str | None) -> None:
 
 
 def test_nothing_planned() -> None:
-    assert device.planned(gpu=None, free=None) is None
+    assert device.planned(gpu=None) is None
 
 
 @pytest.mark.parametrize(("gpu", "message"), [("24", "has no unit"), ("rtx9999", "not a card known here")])
 def test_what_is_no_card(gpu: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        device.planned(gpu=gpu, free=None)
+        device.planned(gpu=gpu)
 
 
 def test_the_context_of_a_large_card_is_what_was_measured() -> None:
-    h200 = device.planned(gpu="h200", free=None)
-    small = device.planned(gpu="rtx3060", free=None)
+    h200 = device.planned(gpu="h200")
+    small = device.planned(gpu="rtx3060")
     assert h200 is not None and small is not None
     assert h200.context_bytes == pytest.approx(0.67 * GIB, rel=0.01)
     assert small.context_bytes < h200.context_bytes

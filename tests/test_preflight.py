@@ -291,3 +291,8 @@ class TestGuard:
         monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24GiB")
         preflight.guard_train(["--model_name_or_path", model, "--cutoff_len", "64"], stage="launcher")
         assert "64 tokens" in capsys.readouterr().err
+
+    def test_a_faulty_plan_names_the_variable(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24")
+        with pytest.raises(UserError, match="LLAMAFACTORY_PREFLIGHT_GPU"):
+            self.guard(model_name_or_path=model)

@@ -53,15 +53,15 @@ class Device:
         return next(context for least, context in CONTEXT_BY_TOTAL if total >= least)
 
 
-def planned(*, gpu: str | None, free: str | None) -> Device | None:
-    """The card that `--gpu` and `--free` describe, or None where neither is given.
+def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -> Device | None:
+    """The card that `--gpu` and `--free` describe, or None where neither is given; `where` names the former.
 
     Raises:
         UserError: An amount without unit, or a card that is not known.
     """
     if gpu is None and free is None:
         return None
-    total = _total(gpu) if gpu is not None else None
+    total = _total(gpu, where) if gpu is not None else None
     if free is None:
         return Device(name=str(gpu), total_bytes=total, free_bytes=total, planned=True)
     usable = parse_memory(free, where="--free")
@@ -100,15 +100,15 @@ def smallest(devices: Sequence[Device]) -> Device:
     return min(devices, key=lambda device: -1 if device.free_bytes is None else device.free_bytes)
 
 
-def _total(text: str) -> int:
+def _total(text: str, where: str) -> int:
     name = text.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia").removeprefix("geforce").lstrip("-")
     if name in CARDS:
         return int(CARDS[name] * GIB)
     if text.strip()[:1].isdigit():
-        return parse_memory(text, where="--gpu")
+        return parse_memory(text, where=where)
     raise UserError(
         f"{text!r} is not a card known here",
-        where="--gpu",
+        where=where,
         next_step=f"Give its memory, like 24GiB, or one of {', '.join(CARDS)}",
     )
 

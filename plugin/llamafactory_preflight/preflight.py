@@ -15,7 +15,7 @@ from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import from_arguments
-from llamafactory_preflight.settings import Settings
+from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
 from llamafactory_preflight.zero import ZeroPlan
@@ -148,7 +148,7 @@ def guard_train(given: Mapping[str, Any] | Sequence[str], *, stage: Literal["lau
     by_name = given if isinstance(given, Mapping) else arguments.read(list(given))
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
     origin = command[0] if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else "the arguments"
-    planned = device.planned(gpu=settings.gpu, free=None)
+    planned = device.planned(gpu=settings.gpu, where=GPU_VARIABLE)
     result = examine(
         by_name,
         origin=origin,
