@@ -31,19 +31,25 @@ find_python() {
 
 # pip install "$@", telling only the large downloads; the whole of pip's output goes to a log, and a failure to one line.
 pip_install() {
-  local log=$VENV/install.log why
+  local log=$VENV/install.log line commas why failed=
+  # Read line by line in the shell: some awks wait for a full block, and the progress would come after the fact.
   "$VENV/bin/python" -m pip install --progress-bar off --disable-pip-version-check "$@" 2>&1 | tee "$log" |
-    awk '/Downloading .* MB\)/ { sub(/^ +/, "    "); print; fflush() }
-         /^Installing collected packages/ {
-           n = gsub(/,/, ",") + 1; printf "    Installing %d package%s\n", n, n > 1 ? "s" : ""; fflush()
-         }' &&
-    [ "${PIPESTATUS[0]}" -eq 0 ] && return
+    while IFS= read -r line; do
+      case $line in
+        *'Downloading '*' MB)'*) printf '    %s\n' "${line#"${line%%[! ]*}"}" ;;
+        'Installing collected packages'*)
+          commas=${line//[^,]/}
+          printf '    Installing packages: %d\n' $((${#commas} + 1))
+          ;;
+      esac
+    done || failed=1
+  [ -n "$failed" ] || return 0
   if grep -q 'No space left on device' "$log"; then
     die "disk full: the environment in $VENV takes about $NEEDED_GB GB"
   elif grep -qE 'Failed to establish|name resolution|unreachable|timed out|Connection (refused|reset|broken)|Max retries' "$log"; then
     die "no network: pip cannot reach the package index (log: $log)"
   fi
-  why=$(grep '^ERROR: ' "$log" | tail -n 1)
+  why=$(grep '^ERROR: ' "$log" | tail -n 1) || why="no reason given"
   die "pip failed: ${why#ERROR: } (log: $log)"
 }
 

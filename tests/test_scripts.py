@@ -76,6 +76,14 @@ def test_disk_full_during_the_installation(run: Any, tmp_path: Path) -> None:
     assert "disk full" in only_error(start(run, "quickstart.sh", tmp_path))
 
 
+def test_another_failure_of_pip(run: Any, tmp_path: Path) -> None:
+    program(tmp_path / "venv", "unused", "")
+    program(tmp_path / "venv/bin", "python", 'echo "ERROR: No matching distribution found for x"; exit 1')
+    assert "pip failed: No matching distribution found for x" in only_error(start(run, "test.sh", tmp_path))
+    program(tmp_path / "venv/bin", "python", "exit 3")
+    assert "pip failed: no reason given" in only_error(start(run, "test.sh", tmp_path))
+
+
 def test_no_network(run: Any, tmp_path: Path) -> None:
     path = path_with_df(tmp_path, free_kib=90_000_000)
     done = start(run, "quickstart.sh", tmp_path, PYTHON=sys.executable, PATH=path, **UNREACHABLE)
