@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llamafactory_preflight.memory.estimate import MemoryEstimate, estimate
+from llamafactory_preflight.memory.estimate import Card, MemoryEstimate, estimate
 
 
-__all__ = ["MemoryEstimate", "estimate"]
+__all__ = ["Card", "MemoryEstimate", "estimate"]

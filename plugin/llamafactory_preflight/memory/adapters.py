@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory.ops import FLOAT32, Ops, Weight
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32, INT8
+from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 
@@ -13,7 +15,7 @@ class Quantization:
     """How a frozen base weight is stored and brought back for a product."""
 
     bits: int
-    compute_itemsize: int
+    compute_dtype: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,45 +49,45 @@ class Linear:
         if self.quantization is None:
             return ops.linear(x, self.weight)
         if self.quantization.bits == 4:
-            return self._matmul_4bit(ops, x, self.quantization.compute_itemsize)
-        return self._matmul_8bit(ops, x, self.quantization.compute_itemsize)
+            return self._matmul_4bit(ops, x, self.quantization.compute_dtype)
+        return self._matmul_8bit(ops, x, self.quantization.compute_dtype)
 
     def _lora(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
         """peft.tuners.lora.layer.Linear: the input is cast to the adapter's type whatever autocast does next."""
         result = self._base(ops, x)
-        itemsize = result.itemsize
-        x = ops.cast(x, lora.a.itemsize)
+        dtype = result.dtype
+        x = ops.cast(x, lora.a.dtype)
         if lora.magnitude is None:
             update = ops.scale(ops.linear(ops.linear(ops.dropout(x, lora.dropout), lora.a), lora.b))
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
         result = ops.add(result, update)
-        return ops.cast(result, itemsize)
+        return ops.cast(result, dtype)
 
     def _lora_quantized(self, ops: Ops, x: Tensor, lora: Lora, bits: int) -> Tensor:
         """peft.tuners.lora.bnb: casts the input only where there is no autocast; 4 bit clones the base result first."""
         result = self._base(ops, x)
         if bits == 4:
             result = ops.clone(result)
-        itemsize = result.itemsize
+        dtype = result.dtype
         if ops.autocast_cache is None:
-            x = ops.cast(x, lora.a.itemsize)
+            x = ops.cast(x, lora.a.dtype)
         if lora.magnitude is None:
             update = ops.scale(ops.linear(ops.linear(ops.dropout(x, lora.dropout), lora.a), lora.b))
-            update = ops.cast(update, itemsize) if ops.autocast_cache is None else update
+            update = ops.cast(update, dtype) if ops.autocast_cache is None else update
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
-        return ops.cast(ops.add(result, update), itemsize)
+        return ops.cast(ops.add(result, update), dtype)
 
     def _dora(self, ops: Ops, x: Tensor, result: Tensor, lora: Lora, magnitude: Weight) -> Tensor:
         """peft.tuners.lora.dora: builds the full update once a call to norm its rows, outside of the graph."""
         numel = self.weight.numel
-        eye = ops.empty(self.weight.width**2, x.itemsize, "buffers")
+        eye = ops.empty(self.weight.width**2, x.dtype, "buffers")
         update = ops.linear(ops.linear(eye, lora.a), lora.b, "buffers")
         del eye
-        weight = ops.empty(numel, x.itemsize, "buffers")
-        scaled = ops.empty(numel, x.itemsize, "buffers")
-        summed = ops.empty(numel, max(x.itemsize, FLOAT32), "buffers")
+        weight = ops.empty(numel, x.dtype, "buffers")
+        scaled = ops.empty(numel, x.dtype, "buffers")
+        summed = ops.empty(numel, dtypes.promote(x.dtype, FLOAT32), "buffers")
         del scaled, update, weight, summed
         low_rank = ops.linear(ops.linear(x, lora.a), lora.b)
         scaled_base = self._by_magnitude(ops, result, magnitude)
@@ -95,42 +97,42 @@ class Linear:
     def _by_magnitude(self, ops: Ops, x: Tensor, magnitude: Weight) -> Tensor:
         return ops.mul_weight(x, magnitude)
 
-    def _matmul_4bit(self, ops: Ops, x: Tensor, itemsize: int) -> Tensor:
+    def _matmul_4bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
         """bitsandbytes.matmul_4bit: the whole weight is brought back to 16 bit for the product, forward and backward."""
         numel = self.weight.numel
-        x = ops.cast(x, itemsize)
-        dequantized = ops.empty(numel, itemsize, "buffers")
-        out = ops.empty(x.numel // self.weight.width * (numel // self.weight.width), itemsize)
+        x = ops.cast(x, dtype)
+        dequantized = ops.empty(numel, dtype, "buffers")
+        out = ops.empty(x.numel // self.weight.width * (numel // self.weight.width), dtype)
         del dequantized
-        size = x.numel * itemsize
+        size = x.numel * dtypes.size(dtype)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dequantized = Storage(ops.ledger, numel * itemsize, "buffers")
+            dequantized = Storage(ops.ledger, numel * dtypes.size(dtype), "buffers")
             dx = Storage(ops.ledger, size, "activations")
             del dequantized
             return (dx,)
 
         return ops.link(out, (x,), (self.weight.storage,), backward)
 
-    def _matmul_8bit(self, ops: Ops, x: Tensor, itemsize: int) -> Tensor:
+    def _matmul_8bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
         """bitsandbytes.MatMul8bitLt: keeps its input on the function itself, so it lives as long as the graph does."""
         numel = self.weight.numel
         rows = x.numel // self.weight.width
-        x = ops.cast(x, itemsize)
-        quantized = ops.empty(x.numel, 1)
-        half = ops.empty(x.numel, 2) if itemsize != 2 else None
-        magnitudes = ops.empty(x.numel, 2)
-        outliers = ops.empty(x.numel, 1)
+        x = ops.cast(x, dtype)
+        quantized = ops.empty(x.numel, INT8)
+        half = ops.empty(x.numel, FLOAT16) if dtype != FLOAT16 else None
+        magnitudes = ops.empty(x.numel, FLOAT16)
+        outliers = ops.empty(x.numel, INT8)
         del half, magnitudes, outliers
-        product = ops.empty(rows * (numel // self.weight.width), 4)
-        half_product = ops.empty(product.numel, 2)
-        out = ops.empty(product.numel, itemsize)
+        product = ops.empty(rows * (numel // self.weight.width), FLOAT32)
+        half_product = ops.empty(product.numel, FLOAT16)
+        out = ops.empty(product.numel, dtype)
         del quantized, product, half_product
-        size, kept = x.numel * itemsize, x.storage
+        size, kept = x.numel * dtypes.size(dtype), x.storage
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             assert kept is not None
-            dequantized = Storage(ops.ledger, numel * itemsize, "buffers")
+            dequantized = Storage(ops.ledger, numel * dtypes.size(dtype), "buffers")
             dx = Storage(ops.ledger, size, "activations")
             del dequantized
             return (dx,)

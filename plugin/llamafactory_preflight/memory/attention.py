@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory.ops import FLOAT32, Ops
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 FLASH_BLOCK = 128
+BIAS_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,9 +51,9 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
     query head before it sums them to the grouped ones (torch/aten/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
     q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
-    out = ops.empty(q.numel, q.itemsize)
+    out = ops.empty(q.numel, q.dtype)
     row_sums = ops.empty(call.rows, FLOAT32)
-    size, key_size = q.numel * q.itemsize, k.numel * k.itemsize
+    size, key_size = q.nbytes, k.nbytes
     padded = -(-call.length // FLASH_BLOCK) * FLASH_BLOCK
     padded_rows = call.batch * call.num_heads * padded
     head_rounded = -(-call.head_dim // 32) * 32
@@ -58,8 +61,8 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         dq, dk, dv = (Storage(ops.ledger, n, "activations") for n in (size, key_size, key_size))
-        scratch = [Storage(ops.ledger, padded_rows * FLOAT32, "activations")]
-        scratch.append(Storage(ops.ledger, padded_rows * head_rounded * FLOAT32, "activations"))
+        scratch = [Storage(ops.ledger, padded_rows * dtypes.size(FLOAT32), "activations")]
+        scratch.append(Storage(ops.ledger, padded_rows * head_rounded * dtypes.size(FLOAT32), "activations"))
         if grouped:
             scratch += [Storage(ops.ledger, size, "activations") for _ in range(2)]
         del scratch
@@ -71,14 +74,15 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
     """The memory-efficient kernel, which torch takes when there is a mask: keys and values are repeated for it first."""
     k, v = (repeat(ops, x, call) for x in (k, v))
+    mask = _as_bias(ops, mask, q, call)
     q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
-    out = ops.empty(q.numel, q.itemsize)
+    out = ops.empty(q.numel, q.dtype)
     row_sums = ops.empty(call.rows, FLOAT32)
-    size = q.numel * q.itemsize
+    size = q.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         gradients = tuple(Storage(ops.ledger, size, "activations") for _ in range(3))
-        scratch = Storage(ops.ledger, call.rows * FLOAT32, "activations")
+        scratch = Storage(ops.ledger, call.rows * dtypes.size(FLOAT32), "activations")
         del scratch
         return gradients
 
@@ -86,15 +90,25 @@ def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: Att
     return ops.link(out, (q, k, v), saved, backward)
 
 
+def _as_bias(ops: Ops, mask: Tensor, q: Tensor, call: AttentionCall) -> Tensor:
+    """A boolean mask becomes a bias in the queries' type; rows that are no multiple of 16 are padded, in a copy."""
+    rows = mask.numel // call.length
+    if mask.dtype == BOOL:
+        mask = ops.empty(mask.numel, ops.lower_dtype(q.dtype))
+    if call.length % BIAS_ALIGNMENT == 0:
+        return mask
+    return ops.empty(rows * (-(-call.length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT), mask.dtype)
+
+
 def eager(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
     """transformers' eager_attention_forward: the score matrix is written out four times."""
     k, v = repeat(ops, k, call), repeat(ops, v, call)
     scores = matmul(ops, q, k, call.scores)
     scores = ops.scale(scores)
-    masked = ops.empty(scores.numel, max(scores.itemsize, mask.itemsize))
+    masked = ops.empty(scores.numel, dtypes.promote(scores.dtype, mask.dtype))
     scores = ops.link(masked, (scores,), (), lambda grad, saved: (grad,))
     probabilities = softmax(ops, scores)
-    probabilities = ops.cast(probabilities, q.itemsize if ops.autocast_itemsize is None else ops.autocast_itemsize)
+    probabilities = ops.cast(probabilities, q.dtype if ops.autocast_dtype is None else ops.autocast_dtype)
     return matmul(ops, probabilities, v, call.query_size)
 
 
@@ -102,16 +116,16 @@ def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:
     """repeat_kv: a copy for every query head; its gradient is summed over the group."""
     if call.num_heads == call.num_key_value_heads:
         return x
-    out = ops.empty(call.query_size, x.itemsize)
-    size = x.numel * x.itemsize
+    out = ops.empty(call.query_size, x.dtype)
+    size = x.nbytes
     return ops.link(out, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
 
 
 def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
     """torch.matmul of two activations."""
     a, b = ops.lower(a), ops.lower(b)
-    out = ops.empty(numel, a.itemsize)
-    sizes = a.numel * a.itemsize, b.numel * b.itemsize
+    out = ops.empty(numel, a.dtype)
+    sizes = a.nbytes, b.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         return tuple(Storage(ops.ledger, size, "activations") for size in sizes)
@@ -122,7 +136,7 @@ def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
 def softmax(ops: Ops, x: Tensor) -> Tensor:
     """F.softmax(dtype=float32): saves its output."""
     out = ops.empty(x.numel, FLOAT32)
-    size = x.numel * x.itemsize
+    size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         return (Storage(ops.ledger, size, "activations"),)

@@ -2,63 +2,155 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import parameters
+from llamafactory_preflight.memory import dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Quantization
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
-from llamafactory_preflight.memory.ops import FLOAT32, Weight
-from llamafactory_preflight.memory.paper import Leaf, Ledger, Storage
+from llamafactory_preflight.memory.attention import AttentionCall
+from llamafactory_preflight.memory.batch import Batch, attention_kernel
+from llamafactory_preflight.memory.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64
+from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.step import Model
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 
+ID_TENSORS = 4
+"""Input ids, labels, shifted labels and attention mask, 64 bit each."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Precision:
-    """Bytes an element.
+    """Element types.
 
     Attributes:
-        weights: Of frozen weights in 16 or 32 bit, and of activations without autocast.
+        loaded: Of the weights as they are loaded: the checkpoint's own type, whatever the run computes in.
+        compute: What quantized weights are brought back to.
         trained: Of what is trained.
-        autocast: Of the autocast type, or None.
+        autocast: The autocast type, or None.
     """
 
-    weights: int
+    loaded: int
+    compute: int
     trained: int
     autocast: int | None
 
 
 def precision(run: RunDescription, shape: ModelShape) -> Precision:
-    """LLaMA-Factory's choice: compute type by `bf16`/`fp16`/`pure_bf16`, trained parameters in float32 but for `pure_bf16`.
+    """LLaMA-Factory loads with `torch_dtype="auto"`, and keeps what is trained in float32 but for `pure_bf16`.
 
-    Source: llamafactory/hparams/parser.py (compute_dtype), llamafactory/model/adapter.py (cast_trainable_params_to_fp32).
-    PEFT makes adapters of a 16-bit model float32 in either case (autocast_adapter_dtype).
+    Source: llamafactory/model/loader.py, hparams/parser.py (compute_dtype), adapter.py (cast_trainable_params_to_fp32).
+    PEFT makes adapters of a 16-bit model float32 in any case (autocast_adapter_dtype).
     """
-    mixed = run.bf16 or run.fp16
-    low = mixed or run.pure_bf16 or shape.dtype in ("bfloat16", "float16")
+    loaded = dtypes.named(shape.dtype)
+    autocast = BFLOAT16 if run.bf16 else FLOAT16 if run.fp16 else None
     keeps = (run.pure_bf16 or run.use_badam) and run.finetuning_type in ("full", "freeze")
-    weights = 2 if low else FLOAT32
-    return Precision(weights=weights, trained=weights if keeps else FLOAT32, autocast=2 if mixed else None)
+    compute = autocast or (BFLOAT16 if run.pure_bf16 else loaded)
+    return Precision(loaded=loaded, compute=compute, trained=loaded if keeps else FLOAT32, autocast=autocast)
 
 
 class Builder:
-    """Makes layers whose weights know whether they are trained.
+    """Makes the model of a run, whose weights know whether they are trained.
 
     Args:
+        run: The run.
+        shape: The model.
+        ops: The operations, with the ledger.
         fresh_gradients: Gradients are made anew in each micro-step (no accumulation), so the ledger sees them grow.
     """
 
-    def __init__(
-        self, run: RunDescription, shape: ModelShape, ledger: Ledger, kernels: Kernels, *, fresh_gradients: bool
-    ) -> None:
-        self.run, self.shape, self.ledger, self.kernels = run, shape, ledger, kernels
+    def __init__(self, run: RunDescription, shape: ModelShape, ops: Ops, *, fresh_gradients: bool) -> None:
+        self.run, self.shape, self.ops = run, shape, ops
         self.fresh_gradients = fresh_gradients
         self.precision = precision(run, shape)
-        self.booked = Storage(ledger, 0, "weights")
-        self.targets = (
-            parameters.lora_targets(run, shape) if run.finetuning_type in ("lora", "oft") else {}
+        self.kernels = Kernels(liger=run.enable_liger_kernel, attention=attention_kernel(run))
+        self.booked = Storage(ops.ledger, 0, "weights")
+        self.targets = parameters.lora_targets(run, shape) if run.finetuning_type == "lora" else {}
+
+    def model(self, batch: Batch) -> Model:
+        """The trained model, for one batch."""
+        full = self.run.finetuning_type == "full"
+        kind = checkpointing_kind(self.run)
+        trained = self._trained_layers()
+        extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else ()
+        return self._model(
+            batch,
+            layers=trained,
+            ends=tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head")),
+            kind=kind,
+            liger_loss=self.run.enable_liger_kernel and self.run.stage in ("pt", "sft"),
+        )
+
+    def reference_model(self, batch: Batch) -> Model:
+        """The model that preferences are measured against: the base without its adapters, or a second copy."""
+        builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
+        builder.targets = {}
+        return builder._model(batch, layers=(False, False), ends=(False,) * 3, kind="off", liger_loss=False)
+
+    def value_head(self) -> Weight:
+        """The reward model's head: one float32 row."""
+        hidden = self.shape.hidden_size
+        return Weight(hidden, FLOAT32, self.booked, width=hidden, leaf=self.leaf())
+
+    def _trained_layers(self) -> tuple[bool, ...]:
+        """Which of the layers that are run are trained; where the first differs from those between, a third stands for them."""
+        count = 3 if checkpointing_kind(self.run) in ("off", "host") else 2
+        if self.run.finetuning_type == "freeze":
+            last = self.run.freeze_trainable_layers > 0
+            return (not last,) + (False,) * (count - 2) + (last,)
+        return (self.run.finetuning_type == "full",) * count
+
+    def _model(
+        self, batch: Batch, *, layers: tuple[bool, ...], ends: tuple[bool, ...], kind: str, liger_loss: bool
+    ) -> Model:
+        inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
+        size = parameters.embedding_numel(self.shape)
+        embedding = self.weight(size, trained=ends[0], width=self.shape.hidden_size)
+        tied = self.shape.tie_word_embeddings
+        return Model(
+            embedding=embedding,
+            final_norm=self.weight(self.shape.hidden_size, trained=ends[1]),
+            head=embedding if tied else self.weight(size, trained=ends[2], width=self.shape.hidden_size),
+            layers=[self.layer(inputs, trained=trained) for trained in layers],
+            num_layers=self.shape.num_layers,
+            layer_gradient_bytes=self._layer_gradient_bytes() if self.fresh_gradients else 0,
+            checkpointing=kind,
+            input_requires_grad=self.run.finetuning_type == "lora" and kind != "off",
+            liger_loss=liger_loss,
+            converts_outputs=self.precision.autocast is not None,
+        )
+
+    def _layer_gradient_bytes(self) -> int:
+        groups = [group for group in statics.trainable_groups(self.run, self.shape) if group.in_layers]
+        if self.run.finetuning_type == "freeze":
+            return 0
+        itemsize = dtypes.size(self.precision.trained)
+        return statics.tensor_bytes(groups, itemsize, self.ops.ledger.block) // self.shape.num_layers
+
+    def _inputs(self, batch: Batch, *, hidden: int) -> Inputs:
+        """Rotary tables, mask and ids of one micro-batch."""
+        shape, ops = self.shape, self.ops
+        angles = (batch.sequences if batch.positions else 1) * batch.length * shape.head_dim
+        numel = batch.sequences * batch.length**2
+        mask = {
+            "none": None,
+            "boolean": (numel, BOOL),
+            "additive": (numel if self.run.neat_packing else batch.length**2, self.precision.compute),
+        }[batch.mask]
+        return Inputs(
+            call=AttentionCall(
+                batch=batch.sequences,
+                length=batch.length,
+                num_heads=shape.num_attention_heads,
+                num_key_value_heads=shape.num_key_value_heads,
+                head_dim=shape.head_dim,
+            ),
+            cos=ops.empty(angles, hidden),
+            sin=ops.empty(angles, hidden),
+            mask=ops.empty(*mask) if mask is not None else None,
+            ids=ops.empty(ID_TENSORS * batch.tokens, INT64),
         )
 
     def leaf(self) -> Leaf:
@@ -67,8 +159,8 @@ class Builder:
 
     def weight(self, numel: int, *, trained: bool, width: int = 1) -> Weight:
         """A parameter; its own bytes are booked with the model's."""
-        itemsize = self.precision.trained if trained else self.precision.weights
-        return Weight(numel, itemsize, self.booked, width=width, leaf=self.leaf() if trained else None)
+        dtype = self.precision.trained if trained else self.precision.loaded
+        return Weight(numel, dtype, self.booked, width=width, leaf=self.leaf() if trained else None)
 
     def layer(self, inputs: Inputs, *, trained: bool) -> DecoderLayer:
         """A decoder layer; `trained` is whether its own parameters are (full and freeze tuning)."""
@@ -82,7 +174,7 @@ class Builder:
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
         weight = self.weight(linear.numel, trained=trained, width=linear.in_features)
         bits = self.run.quantization_bit
-        quantization = Quantization(bits=bits, compute_itemsize=2) if bits in (4, 8) else None
+        quantization = Quantization(bits=bits, compute_dtype=self.precision.compute) if bits in (4, 8) else None
         return Linear(weight=weight, quantization=quantization, lora=self._lora(name, linear), has_bias=linear.bias)
 
     def _lora(self, name: str, linear: parameters.LinearShape) -> Lora | None:
@@ -105,6 +197,3 @@ def checkpointing_kind(run: RunDescription) -> str:
     if run.use_unsloth_gc and not run.disable_gradient_checkpointing:
         return "host"
     return "reentrant" if run.use_reentrant_gc or run.gradient_checkpointing else "non_reentrant"
-
-
-__all__ = ["Builder", "Mapping", "Model", "Precision", "checkpointing_kind", "precision"]

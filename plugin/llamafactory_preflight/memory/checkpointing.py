@@ -18,13 +18,13 @@ def reentrant(ops: Ops, layer: Layer, x: Tensor, *, on_host: bool = False) -> Te
     """
     with ops.no_grad():
         out = layer(ops, x).detach()
-    numel, itemsize = x.numel, x.itemsize
+    numel, dtype, nbytes = x.numel, x.dtype, x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        storage = Storage(ops.ledger, numel * itemsize, "activations") if on_host else saved[0]
+        storage = Storage(ops.ledger, nbytes, "activations") if on_host else saved[0]
         leaf = Leaf()
         with ops.enable_grad(), ops.autocast():
-            again = layer(ops, Tensor(numel, itemsize, storage, leaf))
+            again = layer(ops, Tensor(numel, dtype, storage, leaf))
         assert again.node is not None
         run_backward(again.node, grad)
         return (leaf.grad,)
@@ -75,7 +75,7 @@ class _Frame:
         outer, self.ops.saved_hook = self.ops.saved_hook, keep
         try:
             with self.ops.enable_grad(), self.ops.autocast():
-                self.layer(self.ops, Tensor(self.x.numel, self.x.itemsize, self.x.storage, Leaf()))
+                self.layer(self.ops, Tensor(self.x.numel, self.x.dtype, self.x.storage, Leaf()))
         except _EnoughSavedError:
             pass
         finally:

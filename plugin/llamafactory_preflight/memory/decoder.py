@@ -9,7 +9,7 @@ from llamafactory_preflight.memory import attention
 from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.ops import Ops, Weight
-from llamafactory_preflight.memory.paper import Tensor
+from llamafactory_preflight.memory.paper import Storage, Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,6 +29,7 @@ class Inputs:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
+    ids: Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,11 +84,11 @@ class DecoderLayer:
     def _rotate(self, ops: Ops, x: Tensor) -> Tensor:
         """apply_rotary_pos_emb: x * cos + rotate_half(x) * sin."""
         direct = ops.mul_constant(x, self.inputs.cos)
-        negated = ops.empty(x.numel // 2, x.itemsize)
-        half = ops.empty(x.numel, x.itemsize)
+        negated = ops.empty(x.numel // 2, x.dtype)
+        half = ops.empty(x.numel, x.dtype)
         del negated
-        size = x.numel * x.itemsize
-        half = ops.link(half, (x,), (), lambda grad, saved: (ops.empty(size, 1).storage,))
+        size = x.nbytes
+        half = ops.link(half, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
         turned = ops.mul_constant(half, self.inputs.sin)
         del half
         return ops.add(direct, turned)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from llamafactory_preflight.memory.ops import FLOAT32, Ops, Weight
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 
-def cross_entropy(ops: Ops, logits: Tensor, vocab_size: int) -> Tensor:
+def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
     """transformers' ForCausalLMLoss: logits to float32, log_softmax saved, its backward holds three such tensors at once."""
     high = ops.cast(logits, FLOAT32, "logits")
-    log_probabilities = _log_softmax(ops, high)
-    return _nll(ops, log_probabilities, vocab_size)
+    return _pick(ops, log_softmax(ops, high))
 
 
-def _log_softmax(ops: Ops, x: Tensor) -> Tensor:
+def log_softmax(ops: Ops, x: Tensor, *, contiguous: bool = True) -> Tensor:
+    """torch.log_softmax in float32: saves its output; an input that is no whole tensor is copied first."""
+    copy = None if contiguous else ops.empty(x.numel, FLOAT32, "logits")
     out = ops.empty(x.numel, FLOAT32, "logits")
-    size = x.numel * FLOAT32
+    del copy
+    size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         return (Storage(ops.ledger, size, "logits"),)
@@ -23,14 +26,26 @@ def _log_softmax(ops: Ops, x: Tensor) -> Tensor:
     return ops.link(out, (x,), (out.storage,), backward)
 
 
-def _nll(ops: Ops, x: Tensor, vocab_size: int) -> Tensor:
+def _pick(ops: Ops, x: Tensor) -> Tensor:
+    """nll_loss or gather: a number a row; the gradient is a tensor of zeros with one entry a row."""
     out = ops.empty(1, FLOAT32)
-    size = x.numel * FLOAT32
+    size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         return (Storage(ops.ledger, size, "logits"),)
 
     return ops.link(out, (x,), (x.storage,), backward)
+
+
+def without_last_token(ops: Ops, x: Tensor) -> Tensor:
+    """logits[:, :-1]: a view; its gradient is a full tensor again."""
+    size = x.nbytes
+    return ops.link(x.detach(), (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "logits"),))
+
+
+def batch_log_probabilities(ops: Ops, logits: Tensor) -> Tensor:
+    """LLaMA-Factory's get_batch_logps, on float32 logits."""
+    return _pick(ops, log_softmax(ops, without_last_token(ops, logits), contiguous=False))
 
 
 def liger_chunk(tokens: int, hidden_size: int, vocab_size: int) -> int:
@@ -44,13 +59,12 @@ def liger_linear_cross_entropy(ops: Ops, hidden: Tensor, head: Weight) -> Tensor
     tokens = hidden.numel // head.width
     vocab_size = head.numel // head.width
     chunk = liger_chunk(tokens, head.width, vocab_size)
-    low = ops.autocast_itemsize if ops.autocast_cache is not None else None
-    grad_input = ops.empty(hidden.numel, hidden.itemsize)
-    grad_weight = ops.empty(head.numel, head.itemsize, "gradients") if head.node is not None else None
-    itemsize = low or hidden.itemsize
-    logits = ops.empty(chunk * vocab_size, itemsize, "logits")
-    if itemsize != head.itemsize:  # weight.t() is no leaf, so autocast casts it anew for every product
-        cast = ops.empty(head.numel, itemsize, "buffers")
+    dtype = ops.autocast_dtype if ops.autocast_cache is not None and ops.autocast_dtype is not None else hidden.dtype
+    grad_input = ops.empty(hidden.numel, hidden.dtype)
+    grad_weight = ops.empty(head.numel, head.dtype, "gradients") if head.node is not None else None
+    logits = ops.empty(chunk * vocab_size, dtype, "logits")
+    if dtype != head.dtype:  # weight.t() is no leaf, so autocast casts it anew for every product
+        cast = ops.empty(head.numel, dtype, "buffers")
         del cast
     del logits
     out = ops.empty(1, FLOAT32)

@@ -1,6 +1,6 @@
 """The operations a decoder is made of, on paper: what each allocates, saves for its backward, and allocates there.
 
-Each one names the PyTorch function it stands for. Sizes are elements; `itemsize` is bytes an element.
+Each one names the PyTorch function it stands for. Sizes are elements; `dtype` is bytes an element.
 """
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor, run_backward
-
-FLOAT32 = 4
-
 
 class Weight(Tensor):
     """A parameter of a linear or norm layer.
@@ -22,8 +21,8 @@ class Weight(Tensor):
 
     __slots__ = ("width",)
 
-    def __init__(self, numel: int, itemsize: int, storage: Storage, *, width: int = 1, leaf: Leaf | None = None) -> None:
-        super().__init__(numel, itemsize, storage, leaf)
+    def __init__(self, numel: int, dtype: int, storage: Storage, *, width: int = 1, leaf: Leaf | None = None) -> None:
+        super().__init__(numel, dtype, storage, leaf)
         self.width = width
 
 
@@ -32,12 +31,12 @@ class Ops:
 
     Args:
         ledger: Books every byte.
-        autocast_itemsize: Bytes of the autocast type, or None when the loop runs without autocast (`pure_bf16`).
+        autocast_dtype: The autocast type, or None when the loop runs without autocast (`pure_bf16`).
     """
 
-    def __init__(self, ledger: Ledger, *, autocast_itemsize: int | None) -> None:
+    def __init__(self, ledger: Ledger, *, autocast_dtype: int | None) -> None:
         self.ledger = ledger
-        self.autocast_itemsize = autocast_itemsize
+        self.autocast_dtype = autocast_dtype
         self.autocast_cache: dict[Tensor, Tensor] | None = None
         self.grad_enabled = True
         self.saved_hook: Callable[[Node], None] | None = None
@@ -45,9 +44,9 @@ class Ops:
 
     # graph -------------------------------------------------------------------------------------------------------
 
-    def empty(self, numel: int, itemsize: int, component: str = "activations") -> Tensor:
+    def empty(self, numel: int, dtype: int, component: str = "activations") -> Tensor:
         """A new tensor outside of the graph."""
-        return Tensor(numel, itemsize, Storage(self.ledger, numel * itemsize, component))
+        return Tensor(numel, dtype, Storage(self.ledger, numel * dtypes.size(dtype), component))
 
     def _storage(self, size: int, component: str = "activations") -> Storage:
         return Storage(self.ledger, size, component)
@@ -88,7 +87,7 @@ class Ops:
     @contextmanager
     def autocast(self) -> Iterator[None]:
         """torch.autocast: the outermost exit drops the cache of cast weights."""
-        if self.autocast_itemsize is None or self.autocast_cache is not None:
+        if self.autocast_dtype is None or self.autocast_cache is not None:
             yield
             return
         self.autocast_cache = {}
@@ -99,12 +98,12 @@ class Ops:
 
     # casts -------------------------------------------------------------------------------------------------------
 
-    def cast(self, x: Tensor, itemsize: int, component: str = "activations") -> Tensor:
+    def cast(self, x: Tensor, dtype: int, component: str = "activations") -> Tensor:
         """Tensor.to(dtype): the same tensor where nothing changes."""
-        if x.itemsize == itemsize:
+        if x.dtype == dtype:
             return x
-        out = self.empty(x.numel, itemsize, component)
-        size, gradient = x.numel * x.itemsize, "gradients" if isinstance(x.node, Leaf) else component
+        out = self.empty(x.numel, dtype, component)
+        size, gradient = x.nbytes, "gradients" if isinstance(x.node, Leaf) else component
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             return (self._storage(size, gradient),)
@@ -113,19 +112,19 @@ class Ops:
 
     def lower(self, x: Tensor) -> Tensor:
         """What autocast does to an activation that enters a matrix product or attention."""
-        return x if self.autocast_cache is None or self.autocast_itemsize is None else self.cast(x, self.autocast_itemsize)
+        return x if self.autocast_cache is None or self.autocast_dtype is None else self.cast(x, self.autocast_dtype)
 
-    def raise_(self, x: Tensor) -> Tensor:
-        """What autocast does to the input of a function on its float32 list."""
-        return x if self.autocast_cache is None else self.cast(x, FLOAT32)
+    def lower_dtype(self, dtype: int) -> int:
+        """The type that an activation of `dtype` has in a matrix product or in attention."""
+        return dtype if self.autocast_cache is None or self.autocast_dtype is None else self.autocast_dtype
 
     def lower_weight(self, weight: Weight) -> Tensor:
         """As `lower`; a trainable float32 parameter is cast once and kept until autocast ends."""
-        if self.autocast_cache is None or self.autocast_itemsize in (None, weight.itemsize):
+        if self.autocast_cache is None or self.autocast_dtype in (None, weight.dtype):
             return weight
         cached = self.autocast_cache.get(weight)
         if cached is None:
-            cached = self.cast(weight, self.autocast_itemsize or weight.itemsize, "buffers")
+            cached = self.cast(weight, self.autocast_dtype or weight.dtype, "buffers")
             if weight.node is not None:
                 self.autocast_cache[weight] = cached
         return cached
@@ -134,10 +133,10 @@ class Ops:
 
     def add(self, a: Tensor, b: Tensor) -> Tensor:
         """Elementwise a + b of one shape, in the wider type; gradients return in each input's own type."""
-        itemsize = max(a.itemsize, b.itemsize)
-        out = self.empty(a.numel, itemsize)
-        sizes = (a.numel * a.itemsize, b.numel * b.itemsize)
-        same = (a.itemsize == itemsize, b.itemsize == itemsize)
+        dtype = dtypes.promote(a.dtype, b.dtype)
+        out = self.empty(a.numel, dtype)
+        sizes = (a.nbytes, b.nbytes)
+        same = (a.dtype == dtype, b.dtype == dtype)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             return tuple(grad if equal else self._storage(size) for equal, size in zip(same, sizes, strict=True))
@@ -146,20 +145,20 @@ class Ops:
 
     def scale(self, x: Tensor) -> Tensor:
         """x * number."""
-        out = self.empty(x.numel, x.itemsize)
-        size = x.numel * x.itemsize
+        out = self.empty(x.numel, x.dtype)
+        size = x.nbytes
         return self.link(out, (x,), (), lambda grad, saved: (self._storage(size),))
 
     def clone(self, x: Tensor) -> Tensor:
         """Tensor.clone: its gradient passes through untouched."""
-        return self.link(self.empty(x.numel, x.itemsize), (x,), (), lambda grad, saved: (grad,))
+        return self.link(self.empty(x.numel, x.dtype), (x,), (), lambda grad, saved: (grad,))
 
     def mul(self, a: Tensor, b: Tensor) -> Tensor:
         """Elementwise a * b of one shape: each saves the other where that one needs a gradient."""
-        itemsize = max(a.itemsize, b.itemsize)
-        out = self.empty(a.numel, itemsize)
+        dtype = dtypes.promote(a.dtype, b.dtype)
+        out = self.empty(a.numel, dtype)
         saved = tuple(o.storage for x, o in ((a, b), (b, a)) if x.node is not None)
-        sizes = tuple((x.numel * itemsize, x.numel * x.itemsize) if x.node is not None else None for x in (a, b))
+        sizes = tuple((x.numel * dtypes.size(dtype), x.nbytes) if x.node is not None else None for x in (a, b))
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             return tuple(self._product_gradient(size) for size in sizes)
@@ -172,11 +171,11 @@ class Ops:
         wide = self._storage(sizes[0])
         return wide if sizes[0] == sizes[1] else self._storage(sizes[1])
 
-    def mul_constant(self, x: Tensor, constant: Tensor, *, itemsize: int | None = None) -> Tensor:
+    def mul_constant(self, x: Tensor, constant: Tensor, *, dtype: int | None = None) -> Tensor:
         """x * a broadcast tensor without gradient, which is saved."""
-        itemsize = itemsize or max(x.itemsize, constant.itemsize)
-        out = self.empty(x.numel, itemsize)
-        size = x.numel * itemsize, x.numel * x.itemsize
+        dtype = dtype or dtypes.promote(x.dtype, constant.dtype)
+        out = self.empty(x.numel, dtype)
+        size = x.numel * dtypes.size(dtype), x.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             return (self._product_gradient(size),)
@@ -185,17 +184,17 @@ class Ops:
 
     def unary(self, x: Tensor) -> Tensor:
         """An activation function that saves its input (silu, gelu)."""
-        out = self.empty(x.numel, x.itemsize)
-        size = x.numel * x.itemsize
+        out = self.empty(x.numel, x.dtype)
+        size = x.nbytes
         return self.link(out, (x,), (x.storage,), lambda grad, saved: (self._storage(size),))
 
     def dropout(self, x: Tensor, probability: float) -> Tensor:
         """torch.native_dropout: saves a mask of one byte an element."""
         if probability == 0.0:
             return x
-        out = self.empty(x.numel, x.itemsize)
+        out = self.empty(x.numel, x.dtype)
         mask = self._storage(x.numel)
-        size = x.numel * x.itemsize
+        size = x.nbytes
         return self.link(out, (x,), (mask,), lambda grad, saved: (self._storage(size),))
 
     # matrix products ---------------------------------------------------------------------------------------------
@@ -204,14 +203,14 @@ class Ops:
         """F.linear under autocast: saves the input for a trainable weight, the (cast) weight for the input's gradient."""
         x, used = self.lower(x), self.lower_weight(weight)
         rows = x.numel // weight.width
-        out = self.empty(rows * (weight.numel // weight.width), x.itemsize, component)
+        out = self.empty(rows * (weight.numel // weight.width), x.dtype, component)
         saved: tuple[Storage, ...] = ()
         if used.node is not None:
             saved += (x.storage,)
         if x.node is not None:
             saved += (used.storage,)
-        dx = x.numel * x.itemsize if x.node is not None else 0
-        dw = weight.numel * used.itemsize if used.node is not None else 0
+        dx = x.nbytes if x.node is not None else 0
+        dw = used.nbytes if used.node is not None else 0
         owner = "gradients" if used is weight else "buffers"
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
@@ -222,37 +221,37 @@ class Ops:
 
     def embedding(self, rows: int, weight: Weight) -> Tensor:
         """F.embedding: its backward makes a dense gradient of the whole table."""
-        out = self.empty(rows * weight.width, weight.itemsize)
-        size = weight.numel * weight.itemsize
+        out = self.empty(rows * weight.width, weight.dtype)
+        size = weight.nbytes
         return self.link(out, (weight,), (), lambda grad, saved: (self._storage(size, "gradients"),))
 
     # norms -------------------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
         """transformers' RMSNorm in elementary operations: to float32, x * rsqrt(mean(x^2)), back, times the weight."""
-        itemsize = x.itemsize
+        dtype = x.dtype
         high = self.cast(x, FLOAT32)
         rows = x.numel // weight.numel
         rstd = self._rstd(high, rows)
         normed = self.empty(x.numel, FLOAT32)
-        wide = x.numel * FLOAT32
+        wide = x.numel * dtypes.size(FLOAT32)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             high_part = self._storage(wide)
             product = self._storage(wide)  # grad * x, summed over the row
             del product
-            return (high_part, self._storage(rows * FLOAT32))
+            return (high_part, self._storage(rows * dtypes.size(FLOAT32)))
 
         normed = self.link(normed, (high, rstd), (high.storage, rstd.storage), backward)
         del high, rstd
-        normed = self.cast(normed, itemsize)
+        normed = self.cast(normed, dtype)
         return self.mul_weight(normed, weight)
 
     def _rstd(self, high: Tensor, rows: int) -> Tensor:
         squared = self.empty(high.numel, FLOAT32)
         out = self.empty(rows, FLOAT32)
         del squared
-        wide = high.numel * FLOAT32
+        wide = high.numel * dtypes.size(FLOAT32)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             spread = self._storage(wide)  # mean's gradient, written out
@@ -267,12 +266,12 @@ class Ops:
 
     def mul_weight(self, x: Tensor, weight: Weight) -> Tensor:
         """x * weight broadcast over rows, the weight possibly trainable and wider."""
-        itemsize = max(x.itemsize, weight.itemsize)
-        out = self.empty(x.numel, itemsize)
+        dtype = dtypes.promote(x.dtype, weight.dtype)
+        out = self.empty(x.numel, dtype)
         saved = (weight.storage,) + ((x.storage,) if weight.node is not None else ())
-        sizes = (x.numel * itemsize, x.numel * x.itemsize)
+        sizes = (x.numel * dtypes.size(dtype), x.nbytes)
         trained = weight.node is not None
-        dw = weight.numel * weight.itemsize
+        dw = weight.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             dx = self._product_gradient(sizes)
@@ -286,9 +285,9 @@ class Ops:
 
     def liger_rms_norm(self, x: Tensor, weight: Weight, *, in_place: bool = True) -> Tensor:
         """liger_kernel.ops.rms_norm: saves its input and one float32 a row; the backward reuses the gradient's memory."""
-        out = self.empty(x.numel, x.itemsize)
-        rstd = self._storage(x.numel // weight.numel * FLOAT32)
-        size, dw = x.numel * x.itemsize, weight.numel * weight.itemsize
+        out = self.empty(x.numel, x.dtype)
+        rstd = self._storage(x.numel // weight.numel * dtypes.size(FLOAT32))
+        size, dw = x.nbytes, weight.nbytes
         trained = weight.node is not None
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
@@ -299,7 +298,7 @@ class Ops:
 
     def liger_silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
         """liger_kernel.ops.swiglu: saves both inputs and writes their gradients over them."""
-        out = self.empty(gate.numel, gate.itemsize)
+        out = self.empty(gate.numel, gate.dtype)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             return saved

@@ -14,6 +14,8 @@ import heapq
 import sys
 from collections.abc import Callable, Iterable
 
+from llamafactory_preflight.memory import dtypes
+
 
 COMPONENTS = ("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers")
 ALLOCATION_UNIT = 512
@@ -79,14 +81,19 @@ class Storage:
 class Tensor:
     """A number of elements in a storage; `node` is its autograd function, or None where no gradient flows."""
 
-    __slots__ = ("itemsize", "node", "numel", "storage")
+    __slots__ = ("dtype", "node", "numel", "storage")
 
-    def __init__(self, numel: int, itemsize: int, storage: Storage, node: Node | None = None) -> None:
-        self.numel, self.itemsize, self.storage, self.node = numel, itemsize, storage, node
+    def __init__(self, numel: int, dtype: int, storage: Storage, node: Node | None = None) -> None:
+        self.numel, self.dtype, self.storage, self.node = numel, dtype, storage, node
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * dtypes.size(self.dtype)
 
     def detach(self) -> Tensor:
         """The same storage, outside of the graph."""
-        return Tensor(self.numel, self.itemsize, self.storage)
+        return Tensor(self.numel, self.dtype, self.storage)
 
 
 Gradients = Iterable["Storage | None"]
@@ -105,13 +112,17 @@ class Node:
 
 
 class Leaf(Node):
-    """The end of the graph at a parameter (or a detached activation): keeps the gradient as PyTorch's AccumulateGrad does."""
+    """The end of the graph at a parameter (or a detached activation): keeps the gradient as PyTorch's AccumulateGrad does.
 
-    __slots__ = ("grad",)
+    Attributes:
+        keeps: The leaf itself, which AccumulateGrad owns for as long as the graph lives.
+    """
 
-    def __init__(self, grad: Storage | None = None) -> None:
+    __slots__ = ("grad", "keeps")
+
+    def __init__(self, grad: Storage | None = None, *, keeps: Storage | None = None) -> None:
         super().__init__(LEAF_ORDER, (), (), self._accumulate)
-        self.grad = grad
+        self.grad, self.keeps = grad, keeps
 
     def _accumulate(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         if self.grad is None:  # a fresh gradient is taken over; an existing one is added to in place

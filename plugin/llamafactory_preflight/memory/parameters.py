@@ -58,18 +58,19 @@ def layer_norms(shape: ModelShape) -> dict[str, int]:
     return norms
 
 
-def expert_numel(shape: ModelShape) -> int:
-    """Elements of one sparse layer's experts and router."""
+def expert_tensors(shape: ModelShape) -> list[int]:
+    """Elements of a sparse layer's router and experts, which transformers 5 keeps in two stacked tensors."""
     if shape.moe is None:
-        return 0
-    experts = shape.moe.num_experts * 3 * shape.moe.intermediate_size * shape.hidden_size
-    return experts + shape.moe.num_experts * shape.hidden_size
+        return []
+    moe, hidden = shape.moe, shape.hidden_size
+    per_projection = moe.num_experts * moe.intermediate_size * hidden
+    return [moe.num_experts * hidden, 2 * per_projection, per_projection]
 
 
 def layer_numel(shape: ModelShape) -> int:
     """Elements of one decoder layer."""
     linears = sum(x.numel + x.out_features * x.bias for x in layer_linears(shape).values())
-    return linears + sum(layer_norms(shape).values()) + expert_numel(shape)
+    return linears + sum(layer_norms(shape).values()) + sum(expert_tensors(shape))
 
 
 def embedding_numel(shape: ModelShape) -> int:
@@ -97,8 +98,3 @@ def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShap
     if unknown:
         raise Unmodelled(f"LoRA target {', '.join(unknown)} is not a linear layer that every decoder layer has")
     return {name: linear for name, linear in linears.items() if name in names}
-
-
-def lora_numel(linear: LinearShape, rank: int, *, magnitude: bool) -> int:
-    """Trainable elements that LoRA (or DoRA, with its magnitudes) adds to a linear layer."""
-    return rank * (linear.in_features + linear.out_features) + (linear.out_features if magnitude else 0)

@@ -6,17 +6,14 @@ run, and in the backward before it. Peaks inside them lie between those of the l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import checkpointing
+from llamafactory_preflight.memory import checkpointing, loss
 from llamafactory_preflight.memory.decoder import DecoderLayer
+from llamafactory_preflight.memory.dtypes import FLOAT32, INT8
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
-
-Loss = Callable[[Ops, Tensor], tuple[Tensor, Tensor | None]]
-"""Final hidden states to (loss, logits that the model returns or None)."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
@@ -24,61 +21,90 @@ class Model:
 
     Attributes:
         embedding: The input embedding.
+        final_norm: The norm behind the last layer.
+        head: The output embedding; the input embedding itself where they are tied.
         layers: The layers that are run: the first, for runs without checkpointing a second, and the last.
         num_layers: Layers of the real model.
         layer_gradient_bytes: What one layer's gradients take if they are made anew in each step.
         checkpointing: `reentrant`, `non_reentrant`, `host` (use_unsloth_gc) or `off`.
         input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
+        liger_loss: Whether liger's fused loss takes the place of head and loss in training.
+        converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
     """
 
     embedding: Weight
     final_norm: Weight
+    head: Weight
     layers: Sequence[DecoderLayer]
     num_layers: int
     layer_gradient_bytes: int
     checkpointing: str
     input_requires_grad: bool
+    liger_loss: bool
+    converts_outputs: bool
 
 
-def micro_step(ops: Ops, model: Model, rows: int, loss: Loss, *, converts_outputs: bool) -> None:
-    """Runs forward and backward of `rows` tokens; the ledger holds the peak afterwards.
-
-    Args:
-        ops: The operations, with the ledger.
-        model: The model.
-        rows: Tokens, padding included.
-        loss: The head and the loss.
-        converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
-    """
+def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
+    """Forward and backward of the causal language-model loss; the ledger holds the peak afterwards."""
+    logits = None
     with ops.autocast():
-        hidden = _hidden_states(ops, model, rows)
-        result, logits = loss(ops, hidden)
+        hidden = hidden_states(ops, model, tokens)
+        if model.liger_loss:
+            result = loss.liger_linear_cross_entropy(ops, hidden, model.head)
+        else:
+            logits = ops.linear(hidden, model.head, "logits")
+            result = loss.cross_entropy(ops, logits)
         del hidden
-    if logits is not None and converts_outputs:
-        converted = ops.cast(logits, 4, "logits")
-        del converted
+    if logits is not None:
+        logits = convert(ops, model, logits)
     del logits
+    backward(ops, result)
+
+
+def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
+    """Forward and loss without gradients: liger's fused loss works in training only, so the logits are written out."""
+    with ops.no_grad():
+        with ops.autocast():
+            logits = ops.linear(hidden_states(ops, model, tokens), model.head, "logits")
+            loss.cross_entropy(ops, logits)
+        convert(ops, model, logits)
+
+
+def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The model's forward without labels, and its logits in float32 as the preference stages ask for them."""
+    with ops.autocast():
+        logits = ops.linear(hidden_states(ops, model, tokens), model.head, "logits")
+    return ops.cast(logits, FLOAT32, "logits")
+
+
+def convert(ops: Ops, model: Model, logits: Tensor) -> Tensor:
+    """accelerate's ConvertOutputsToFp32."""
+    return ops.cast(logits, FLOAT32, "logits") if model.converts_outputs else logits
+
+
+def backward(ops: Ops, result: Tensor) -> None:
+    """loss.backward()."""
     assert result.node is not None
-    node, result = result.node, result.detach()
-    run_backward(node, Storage(ops.ledger, 4, "activations"))
+    run_backward(result.node, Storage(ops.ledger, 4, "activations"))
 
 
-def _hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
+def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
+    """Embedding, layers and final norm."""
     x = ops.embedding(rows, model.embedding)
-    if model.input_requires_grad and x.node is None:
-        x.node = Leaf()
+    if model.input_requires_grad and x.node is None and ops.grad_enabled:
+        x.node = Leaf(keeps=x.storage)
     block = _Block(ops, model)
     for layer in model.layers[:-1]:
         block.start()
-        x = _checkpointed(ops, model.checkpointing, layer, x)
+        x = _run(ops, model.checkpointing, layer, x)
     x = block.repeat(x)
     last = model.layers[-1]
-    x = _checkpointed(ops, model.checkpointing, last, x)
+    x = _run(ops, model.checkpointing, last, x)
     return last.norm_with(ops, x, model.final_norm)
 
 
-def _checkpointed(ops: Ops, kind: str, layer: DecoderLayer, x: Tensor) -> Tensor:
-    if kind == "off":
+def _run(ops: Ops, kind: str, layer: DecoderLayer, x: Tensor) -> Tensor:
+    if kind == "off" or not ops.grad_enabled:
         return layer(ops, x)
     if kind == "non_reentrant":
         return checkpointing.non_reentrant(ops, layer, x)
@@ -104,7 +130,7 @@ class _Block:
         grown = {name: size - self.before[name] for name, size in ledger.parts.items()}
         cached = self._cached_bytes() - self.cached_before
         if cached and ops.autocast_cache is not None:
-            block = ops.empty(cached * self.count, 1, "buffers")
+            block = ops.empty(cached * self.count, INT8, "buffers")
             ops.autocast_cache[block] = block
             grown["buffers"] -= cached
             if self.model.checkpointing == "off":

@@ -1,0 +1,69 @@
+"""The micro-steps of DPO, KTO and reward modelling on paper: which logits are alive while others are made.
+
+Source: llamafactory/train/{dpo,kto,rm}/trainer.py and trainer_utils.get_batch_logps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamafactory_preflight.memory import loss, step
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.paper import Tensor
+from llamafactory_preflight.memory.step import Model
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pair:
+    """The trained model and the one it is compared with: a second model, its own base without adapters, or none."""
+
+    policy: Model
+    reference: Model | None
+
+
+def dpo_step(ops: Ops, pair: Pair, tokens: int) -> None:
+    """Chosen and rejected in one batch; the policy's logits and log-probabilities wait while the reference makes its own."""
+    logits = step.full_logits(ops, pair.policy, tokens)
+    result = loss.batch_log_probabilities(ops, logits)
+    if pair.reference is not None:
+        with ops.no_grad():
+            other = step.full_logits(ops, pair.reference, tokens)
+            loss.batch_log_probabilities(ops, other)
+            del other
+    del logits
+    step.backward(ops, result)
+
+
+def kto_step(ops: Ops, pair: Pair, tokens: int) -> None:
+    """Two batches of the same size, the second (for the divergence) without gradients, for the policy and the reference."""
+    result, logits = _kto_forward(ops, pair.policy, tokens)
+    assert pair.reference is not None
+    with ops.no_grad():
+        _kto_forward(ops, pair.reference, tokens)
+    del logits
+    step.backward(ops, result)
+
+
+def _kto_forward(ops: Ops, model: Model, tokens: int) -> tuple[Tensor, Tensor]:
+    logits = step.full_logits(ops, model, tokens)
+    result = loss.batch_log_probabilities(ops, logits)
+    with ops.no_grad():
+        divergence = step.full_logits(ops, model, tokens)
+        loss.batch_log_probabilities(ops, divergence)
+        del divergence
+    by_kind = ops.empty(logits.numel, FLOAT32, "logits")  # chosen and rejected are picked out by a mask: copies
+    return result, by_kind
+
+
+def reward_step(ops: Ops, model: Model, value_head: Weight, tokens: int) -> None:
+    """TRL's value head on the last hidden states; the language head runs too, its logits are turned to float32 and dropped."""
+    with ops.autocast():
+        hidden = step.hidden_states(ops, model, tokens)
+        logits = ops.linear(hidden, model.head, "logits")
+        values = ops.linear(ops.cast(hidden, value_head.dtype), value_head)
+        del hidden
+        high = ops.cast(logits, FLOAT32, "logits")
+        del logits
+    del high
+    step.backward(ops, values)

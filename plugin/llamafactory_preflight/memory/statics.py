@@ -1,0 +1,149 @@
+"""What lies on the card from one step to the next: weights, adapters, gradients and optimizer states, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.memory import dtypes, parameters
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+
+
+QUANTIZATION_BLOCK = 64
+"""Weights that share one absmax in bitsandbytes' 4 bit."""
+NESTED_BLOCK = 256
+"""Absmax values that share one of their own under double quantization."""
+TABLE_BYTES = 2560
+"""Code tables and offset that every 4-bit tensor carries, each rounded up to 512 bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """`count` parameter tensors of one size."""
+
+    numel: int
+    count: int
+    embedding: bool = False
+    matrix: bool = True
+    in_layers: bool = True
+
+    @property
+    def total(self) -> int:
+        """Elements of all of them."""
+        return self.numel * self.count
+
+
+def total(groups: Iterable[Group]) -> int:
+    """Elements of all groups."""
+    return sum(group.total for group in groups)
+
+
+def model_groups(shape: ModelShape, *, layers: int | None = None, ends: bool = True) -> list[Group]:
+    """The base model's parameters: `layers` of its layers (all by default) and, with `ends`, what stands around them."""
+    count = shape.num_layers if layers is None else layers
+    groups = []
+    for linear in parameters.layer_linears(shape).values():
+        groups.append(Group(numel=linear.numel, count=count))
+        if linear.bias:
+            groups.append(Group(numel=linear.out_features, count=count, matrix=False))
+    groups += [Group(numel=n, count=count, matrix=False) for n in parameters.layer_norms(shape).values()]
+    groups += [Group(numel=n, count=count) for n in parameters.expert_tensors(shape)]
+    if ends:
+        heads = 1 if shape.tie_word_embeddings else 2
+        groups.append(Group(numel=parameters.embedding_numel(shape), count=1, embedding=True, in_layers=False))
+        if heads == 2:
+            groups.append(Group(numel=parameters.embedding_numel(shape), count=1, in_layers=False))
+        groups.append(Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False))
+    return groups
+
+
+def adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
+    """LoRA's trainable tensors."""
+    groups = []
+    for linear in parameters.lora_targets(run, shape).values():
+        groups.append(Group(numel=run.lora_rank * linear.in_features, count=shape.num_layers))
+        groups.append(Group(numel=run.lora_rank * linear.out_features, count=shape.num_layers))
+        if run.use_dora:
+            groups.append(Group(numel=linear.out_features, count=shape.num_layers, matrix=False))
+    return groups
+
+
+def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
+    """What `finetuning_type: freeze` trains: whole layers, and named modules outside of the layers.
+
+    Raises:
+        Unmodelled: Only some modules of a layer are trained, or an extra module is not a known one.
+    """
+    if run.freeze_trainable_modules != ("all",) or run.use_llama_pro:
+        raise Unmodelled("Freeze tuning of some modules of a layer has no formula yet")
+    groups = model_groups(shape, layers=min(abs(run.freeze_trainable_layers), shape.num_layers), ends=False)
+    embedding = parameters.embedding_numel(shape)
+    known = {
+        "embed_tokens": Group(numel=embedding, count=1, embedding=True, in_layers=False),
+        "lm_head": Group(numel=embedding, count=1, in_layers=False),
+        "norm": Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False),
+    }
+    for name in run.freeze_extra_modules:
+        if name not in known:
+            raise Unmodelled(f"Extra module `{name}` of freeze tuning is not one this version knows")
+        if name == "lm_head" and shape.tie_word_embeddings:
+            continue
+        groups.append(known[name])
+    return groups
+
+
+def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
+    """Everything that gets a gradient."""
+    if run.finetuning_type == "full":
+        return model_groups(shape)
+    if run.finetuning_type == "freeze":
+        return freeze_groups(run, shape)
+    return adapter_groups(run, shape)
+
+
+def base_weight_bytes(run: RunDescription, shape: ModelShape, *, loaded: int, trained: int, block: Callable[[int], int]) -> int:
+    """Bytes of the base model as it lies on the card.
+
+    Args:
+        run: The run.
+        shape: The model.
+        loaded: Type of the checkpoint.
+        trained: Type of what is trained.
+        block: Bytes that the allocator counts for a request.
+    """
+    if run.finetuning_type == "full":
+        return total(model_groups(shape)) * dtypes.size(trained)
+    everything = total(model_groups(shape))
+    if run.finetuning_type == "freeze":
+        upcast = total(freeze_groups(run, shape))
+        return everything * dtypes.size(loaded) + upcast * (dtypes.size(trained) - dtypes.size(loaded))
+    if run.quantization_bit is None:
+        return everything * dtypes.size(loaded)
+    linears = parameters.layer_linears(shape).values()
+    unquantized = everything - shape.num_layers * sum(linear.numel for linear in linears)
+    quantized = sum(quantized_bytes(linear.numel, linear.out_features, run, block) for linear in linears)
+    return unquantized * dtypes.size(loaded) + shape.num_layers * quantized
+
+
+def quantized_bytes(numel: int, rows: int, run: RunDescription, block: Callable[[int], int]) -> int:
+    """Bytes of one matrix under bitsandbytes, statistics included.
+
+    Raises:
+        Unmodelled: Another method or width.
+    """
+    if run.quantization_method != "bnb" or run.quantization_bit not in (4, 8):
+        raise Unmodelled(f"Quantization by {run.quantization_method} to {run.quantization_bit} bit has no formula yet")
+    if run.quantization_bit == 8:
+        return block(numel) + block(rows * dtypes.size(FLOAT32))
+    blocks = -(-numel // QUANTIZATION_BLOCK)
+    if not run.double_quantization:
+        return block(numel // 2) + block(blocks * dtypes.size(FLOAT32)) + TABLE_BYTES // 2
+    return block(numel // 2) + block(blocks) + block(blocks // NESTED_BLOCK * dtypes.size(FLOAT32)) + TABLE_BYTES
+
+
+def tensor_bytes(groups: Iterable[Group], itemsize: int, block: Callable[[int], int]) -> int:
+    """Bytes of one tensor for each parameter, as the allocator counts them."""
+    return sum(group.count * block(group.numel * itemsize) for group in groups)
