@@ -45,17 +45,10 @@ class _Frame:
         self.done = False
 
     def drop(self, node: Node) -> None:
-        """Forgets what a function saved; its backward gets it back first."""
+        """Forgets what a function saved; it asks for it before its backward."""
         node.saved = ()
+        node.recompute = self.restore
         self.nodes.append(node)
-        original = node.backward
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            self.restore()
-            saved = node.saved
-            return original(grad, saved)
-
-        node.backward = backward
 
     def restore(self) -> None:
         """Runs the layer again and hands every function what it had saved."""

@@ -103,12 +103,22 @@ Backward = Callable[["Storage", "tuple[Storage, ...]"], Gradients]
 class Node:
     """A function in the autograd graph: what it saved, where its gradients go, and how it makes them."""
 
-    __slots__ = ("backward", "order", "parents", "saved")
+    __slots__ = ("backward", "order", "parents", "recompute", "saved")
 
     def __init__(
-        self, order: int, parents: tuple[Node | None, ...], saved: tuple[Storage, ...], backward: Backward
+        self, order: int, parents: tuple[Node | None, ...], saved: tuple[Storage, ...], backward: Backward | None
     ) -> None:
         self.order, self.parents, self.saved, self.backward = order, parents, saved, backward
+        self.recompute: Callable[[], None] | None = None
+
+    def run(self, grad: Storage) -> tuple[Storage | None, ...]:
+        """Makes the gradients for the parents and frees what was saved; first makes it again if it was dropped."""
+        assert self.backward is not None
+        if self.recompute is not None:
+            self.recompute()
+        gradients = tuple(self.backward(grad, self.saved))
+        self.saved = ()
+        return gradients
 
 
 class Leaf(Node):
@@ -121,10 +131,11 @@ class Leaf(Node):
     __slots__ = ("grad", "keeps")
 
     def __init__(self, grad: Storage | None = None, *, keeps: Storage | None = None) -> None:
-        super().__init__(LEAF_ORDER, (), (), self._accumulate)
+        super().__init__(LEAF_ORDER, (), (), None)
         self.grad, self.keeps = grad, keeps
 
-    def _accumulate(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+    def run(self, grad: Storage) -> tuple[Storage | None, ...]:
+        """Keeps the gradient."""
         if self.grad is None:  # a fresh gradient is taken over; an existing one is added to in place
             self.grad = grad
         return ()
@@ -142,9 +153,7 @@ def run_backward(root: Node, grad: Storage) -> None:
     pushed = 0
     while ready:
         node = heapq.heappop(ready)[2]
-        gradients = tuple(node.backward(buffer.pop(node), node.saved))
-        if not isinstance(node, Leaf):
-            node.saved = ()
+        gradients = node.run(buffer.pop(node))
         for parent, gradient in zip(node.parents, gradients, strict=False):
             if parent is None:
                 continue
