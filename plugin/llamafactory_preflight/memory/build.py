@@ -10,6 +10,7 @@ from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64
+from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.step import Model
@@ -169,7 +170,23 @@ class Builder:
             for name, linear in parameters.layer_linears(self.shape).items()
         }
         norms = {name: self.weight(n, trained=trained) for name, n in parameters.layer_norms(self.shape).items()}
-        return DecoderLayer(linears=linears, norms=norms, kernels=self.kernels, inputs=inputs)
+        experts = self._experts(trained=trained)
+        return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
+
+    def _experts(self, *, trained: bool) -> Experts | None:
+        moe, hidden = self.shape.moe, self.shape.hidden_size
+        if moe is None:
+            return None
+        router, gate_up, down = parameters.expert_tensors(self.shape)
+        return Experts(
+            router=self.weight(router, trained=trained, width=hidden),
+            gate_up=self.weight(gate_up, trained=trained, width=hidden),
+            down=self.weight(down, trained=trained, width=moe.intermediate_size),
+            num_experts=moe.num_experts,
+            per_token=moe.num_experts_per_token,
+            intermediate_size=moe.intermediate_size,
+            liger=self.kernels.liger,
+        )
 
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
         weight = self.weight(linear.numel, trained=trained, width=linear.in_features)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import attention
 from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import AttentionCall
+from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Storage, Tensor
 
@@ -37,6 +38,7 @@ class DecoderLayer:
     """Pre-norm attention and a gated MLP; `sandwich` adds Gemma's norms behind both."""
 
     linears: Mapping[str, Linear]
+    experts: Experts | None
     norms: Mapping[str, Weight]
     kernels: Kernels
     inputs: Inputs
@@ -103,6 +105,8 @@ class DecoderLayer:
         return attention.flash(ops, q, k, v, call)
 
     def _mlp(self, ops: Ops, hidden: Tensor) -> Tensor:
+        if self.experts is not None:
+            return self.experts(ops, hidden)
         return self.linears["down_proj"](ops, self._gated(ops, hidden))
 
     def _gated(self, ops: Ops, hidden: Tensor) -> Tensor:

@@ -96,11 +96,11 @@ def estimate(
     Raises:
         Unmodelled: The run takes a path that no formula here covers.
     """
-    _refuse(run, shape)
+    _refuse(run, shape, software)
     return _Estimator(run, shape, software, card or Card(), length).result()
 
 
-def _refuse(run: RunDescription, shape: ModelShape) -> None:
+def _refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
     paths = unmodelled_paths(run)
     if paths:
         raise Unmodelled(f"Runs with {', '.join(f'`{name}`' for name in paths)} have no formula yet")
@@ -112,8 +112,8 @@ def _refuse(run: RunDescription, shape: ModelShape) -> None:
         raise Unmodelled("`label_smoothing_factor` and `additional_target` have no formula yet")
     if shape.quantization_method is not None:
         raise Unmodelled(f"Checkpoints quantized by {shape.quantization_method} have no formula yet")
-    if shape.moe is not None:
-        raise Unmodelled("Mixture-of-experts layers have no formula yet")
+    if shape.moe is not None and not software.at_least("transformers", 5):
+        raise Unmodelled("Mixture-of-experts layers of transformers 4 have no formula yet")
 
 
 class _Estimator:
