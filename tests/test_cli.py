@@ -156,7 +156,9 @@ def test_it_answers_without_torch_transformers_or_more_of_llamafactory(
     assert done.stdout.splitlines()[-2:] == ["0", "[]"], done.stdout + done.stderr
 
 
-def test_help(run: Run) -> None:
+def test_help(run: Run, scripts_on_path: Path) -> None:
+    overview = run([scripts_on_path / "python", "-m", "llamafactory_preflight", "--help"])
+    assert (overview.returncode, len(overview.stdout.splitlines())) == (0, 3)
     done = run(["llamafactory-cli", "preflight", "--help"])
     assert done.returncode == 0
     assert "--host-ram" in done.stdout

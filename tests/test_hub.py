@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -53,6 +54,13 @@ def endpoint() -> Iterator[str]:
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def silent_endpoint() -> Iterator[str]:
+    """A hub that takes the connection and never answers."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
 def write_config(folder: Path) -> Path:
@@ -131,6 +139,12 @@ def test_a_model_that_the_hub_does_not_give(endpoint: str, tmp_path: Path, name:
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     with pytest.raises(Unmodelled, match="cannot be reached"):
         hub.find("someone/tiny", environ={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)})
+
+
+def test_a_hub_that_does_not_answer(silent_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.1)
+    with pytest.raises(Unmodelled, match="cannot be reached"):
+        hub.find("someone/tiny", environ={"HF_ENDPOINT": silent_endpoint, "HF_HOME": str(tmp_path)})
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])

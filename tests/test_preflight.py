@@ -169,7 +169,7 @@ def test_too_little_disk_for_checkpoints(model: str, monkeypatch: pytest.MonkeyP
 def test_too_little_disk_for_the_weights(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source = findings.ModelSource(config=CONFIG, place="a hub", download_bytes=5 * GIB, cache_dir=Path("/cache"))
     monkeypatch.setattr(host, "free_disk_bytes", lambda path: 4 * GIB)
-    (found,) = findings.disk(RunDescription(), source, None)
+    (found,) = findings.disk_for_weights(source)
     assert (found.id, found.severity) == ("disk-weights", "error")
     assert report.message(found) == "The weights take 5.00 GiB to download, and 4.00 GiB are free at /cache."
 

@@ -32,7 +32,13 @@ def test_numbers_have_their_field_s_type() -> None:
 
 
 @pytest.mark.parametrize(
-    ("torch", "optim"), [("2.9.1+cu128", "adamw_torch_fused"), ("2.7.1", "adamw_torch"), (None, "adamw_torch")]
+    ("torch", "optim"),
+    [
+        ("2.9.1+cu128", "adamw_torch_fused"),
+        ("2.8.0", "adamw_torch_fused"),
+        ("2.7.1", "adamw_torch"),
+        (None, "adamw_torch"),
+    ],
 )
 def test_the_default_optimizer_depends_on_torch(torch: str | None, optim: str) -> None:
     assert described(Software(torch=torch)).optim == optim

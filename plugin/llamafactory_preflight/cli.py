@@ -12,6 +12,12 @@ from typing import NoReturn
 from llamafactory_preflight.errors import UserError
 
 
+USAGE = """\
+preflight FILE [key=value ...]  tell whether a training run fits, without starting it (also: check)
+presets [list | show | copy]    training presets of this pack
+doctor                          what is installed, and whether the plugin is live"""
+
+
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}", next_step=f"See {self.prog} --help")
@@ -28,6 +34,9 @@ def main(argv: Sequence[str]) -> int:
     """
     verbs = {"preflight": _preflight, "check": _preflight, "presets": _presets, "doctor": _doctor}
     try:
+        if argv and argv[0] in {"-h", "--help"}:
+            print(USAGE)
+            return 0
         if not argv or argv[0] not in verbs:
             given = f"There is no subcommand {argv[0]!r}" if argv else "A subcommand is missing"
             raise UserError(given, next_step=f"There are {', '.join(verbs)}")

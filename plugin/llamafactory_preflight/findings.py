@@ -116,8 +116,8 @@ def host_memory(estimate: MemoryEstimate, budget_bytes: int | None) -> Iterator[
         )
 
 
-def disk(run: RunDescription, source: ModelSource, estimate: MemoryEstimate | None) -> Iterator[Finding]:
-    """Weights still to be downloaded, and checkpoints to be kept, against the disks that they go to."""
+def disk_for_weights(source: ModelSource) -> Iterator[Finding]:
+    """Weights still to be downloaded, against the disk that they go to."""
     free = host.free_disk_bytes(source.cache_dir)
     if source.download_bytes and free is not None and source.download_bytes > free:
         yield Finding(
@@ -126,7 +126,11 @@ def disk(run: RunDescription, source: ModelSource, estimate: MemoryEstimate | No
             message=f"The weights take {{wanted}} to download, and {{free}} are free at {source.cache_dir}.",
             amounts={"wanted": source.download_bytes, "free": free},
         )
-    if not (run.do_train and estimate is not None and run.output_dir):
+
+
+def disk_for_checkpoints(run: RunDescription, estimate: MemoryEstimate) -> Iterator[Finding]:
+    """Checkpoints to be kept, against the disk that they go to."""
+    if not (run.do_train and run.output_dir):
         return
     free = host.free_disk_bytes(Path(run.output_dir).expanduser())
     wanted = saved_bytes(run, estimate)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
@@ -160,6 +161,26 @@ def _weights(files: list[tuple[str, int]]) -> int | None:
 
 
 def _get(url: str, name: str, token: str | None) -> Any:
+    """Fetches JSON within the time limit, which a socket's own does not keep: that counts per address and per read."""
+    answers: list[Any] = []
+
+    def ask() -> None:
+        try:
+            answers.append(_fetch(url, name, token))
+        except (UserError, Unmodelled) as error:
+            answers.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(TIMEOUT_SECONDS)
+    if not answers:
+        raise Unmodelled(f"The hub cannot be reached to read {name} within {TIMEOUT_SECONDS:.0f} seconds")
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
+
+
+def _fetch(url: str, name: str, token: str | None) -> Any:
     request = urllib.request.Request(url, headers={"User-Agent": "llamafactory-preflight"})
     if token:
         request.add_unredirected_header("Authorization", f"Bearer {token}")  # Not for the hosts it redirects to.
@@ -167,6 +188,7 @@ def _get(url: str, name: str, token: str | None) -> Any:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
+        error.close()
         if error.code in (401, 403):
             raise UserError(
                 f"{name} does not exist on the hub or needs permission",

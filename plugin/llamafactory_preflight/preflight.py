@@ -103,12 +103,13 @@ def examine(
     try:
         assert run.model_name_or_path is not None
         model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
+        found += findings.disk_for_weights(model)
         shape = ModelShape.from_config(model.config)
         if run.deepspeed is not None:
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
         estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software)
         answer = _judge(estimate, decisive, host_budget_bytes)
-        found += findings.disk(run, model, estimate)
+        found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")

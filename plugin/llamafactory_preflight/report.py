@@ -141,7 +141,7 @@ def _table(result: Result) -> list[str]:
         if more > 0:
             rows.append(_row(f"{largest} on top", more))
         rows += [_rule(), _row("needed", verdict.needed_bytes(estimate, context_bytes=device.context_bytes))]
-        place = f"  {device.name}" if device.planned else f"  GPU {device.index}, {device.name}"
+        place = f"  {device.name}, planned" if device.planned else f"  GPU {device.index}, {device.name}"
         rows.append(_row("GPU has free", device.free_bytes) + place)
     host = f"{'main memory':<18}{size(estimate.host_bytes):>14}  of {size(result.host_budget_bytes)} available"
     return [*(f"  {row}" for row in rows), f"  {host}"]
