@@ -53,11 +53,12 @@ pip_install() {
   die "pip failed: ${why#ERROR: } (log: $log)"
 }
 
-# Runs pip_install unless the same step was already done with the same key: install_once NAME KEY PIP-ARGUMENT...
+# Runs pip_install unless the same step was already done with the same key: install_once NAME KEY MESSAGE PIP-ARGUMENT...
 install_once() {
-  local stamp=$VENV/.installed-$1 key=$2
-  shift 2
+  local stamp=$VENV/.installed-$1 key=$2 message=$3
+  shift 3
   [ "$(cat "$stamp" 2>/dev/null)" = "$key" ] && return
+  say "$message"
   pip_install "$@"
   printf '%s\n' "$key" >"$stamp"
 }
@@ -74,10 +75,9 @@ prepare_environment() {
     say "Making a virtual environment with $("$python" -V) in $VENV"
     "$python" -m venv "$VENV" || die "cannot make a virtual environment with $python (on Debian and Ubuntu: apt install python3-venv)"
   fi
-  [ -e "$VENV/.installed-framework" ] || say "Installing torch and LLaMA-Factory (a few GB, some minutes; the second time it is quick)"
-  install_once framework "${PINS[*]}" "${PINS[@]}"
-  say "Installing this project in $VENV"
+  install_once framework "${PINS[*]}" "Installing torch and LLaMA-Factory: a few GB, some minutes" "${PINS[@]}"
   # Again only when the environment holds another tree or the packaging changed; the code itself is used from the tree.
-  install_once project "$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/plugin/*.{pth,start} | cksum)" -e "$ROOT"
-  [ -z "${1-}" ] || install_once extras "$1 $(cksum <"$ROOT/pyproject.toml")" -e "$ROOT$1"
+  install_once project "$ROOT $(cat "$ROOT/pyproject.toml" "$ROOT"/plugin/*.{pth,start} | cksum)" \
+    "Installing this project" -e "$ROOT"
+  [ -z "${1-}" ] || install_once extras "$1 $(cksum <"$ROOT/pyproject.toml")" "Installing what $1 needs" -e "$ROOT$1"
 }
