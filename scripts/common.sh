@@ -66,7 +66,7 @@ install_once() {
 # Makes the environment, or finishes it, or finds it ready: prepare_environment [EXTRAS], such as [test].
 prepare_environment() {
   local python free_gb
-  if [ ! -x "$VENV/bin/python" ]; then
+  if [ ! -x "$VENV/bin/pip" ]; then # what venv writes last
     python=$(find_python) || exit 1
     mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV: choose another folder with LLAMAFACTORY_PREFLIGHT_VENV"
     free_gb=$(($(df -Pk "$VENV" | awk 'NR == 2 { print $4 }') / 1000000))

@@ -24,11 +24,17 @@ UNREACHABLE = {
 
 
 def program(folder: Path, name: str, body: str) -> Path:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True, parents=True)
     path = folder / name
     path.write_text(f"#!/bin/sh\n{body}\n", encoding="utf-8")
     path.chmod(0o755)
     return path
+
+
+def stand_in_environment(folder: Path, body: str) -> Path:
+    """A finished virtual environment, as far as the scripts look, whose Python runs `body`."""
+    program(folder / "bin", "pip", "")
+    return program(folder / "bin", "python", body)
 
 
 def path_with_df(tmp_path: Path, *, free_kib: int) -> str:
@@ -71,16 +77,14 @@ def test_disk_full_before_the_installation(run: Any, tmp_path: Path, script: str
 
 def test_disk_full_during_the_installation(run: Any, tmp_path: Path) -> None:
     pip = 'echo "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device"; exit 1'
-    program(tmp_path / "venv", "unused", "")
-    program(tmp_path / "venv/bin", "python", pip)
+    stand_in_environment(tmp_path / "venv", pip)
     assert "disk full" in only_error(start(run, "quickstart.sh", tmp_path))
 
 
 def test_another_failure_of_pip(run: Any, tmp_path: Path) -> None:
-    program(tmp_path / "venv", "unused", "")
-    program(tmp_path / "venv/bin", "python", 'echo "ERROR: No matching distribution found for x"; exit 1')
+    stand_in_environment(tmp_path / "venv", 'echo "ERROR: No matching distribution found for x"; exit 1')
     assert "pip failed: No matching distribution found for x" in only_error(start(run, "test.sh", tmp_path))
-    program(tmp_path / "venv/bin", "python", "exit 3")
+    stand_in_environment(tmp_path / "venv", "exit 3")
     assert "pip failed: no reason given" in only_error(start(run, "test.sh", tmp_path))
 
 
@@ -102,8 +106,7 @@ def test_a_folder_that_cannot_be_made(run: Any, tmp_path: Path) -> None:
 def test_what_is_installed_is_not_installed_again(run: Any, tmp_path: Path) -> None:
     # A program in place of the environment's Python writes down how it was called; building the model fails.
     log = tmp_path / "calls"
-    program(tmp_path / "venv", "unused", "")
-    program(tmp_path / "venv/bin", "python", f'echo "$@" >> "{log}"; case "$*" in *build_tiny*) exit 1;; esac')
+    stand_in_environment(tmp_path / "venv", f'echo "$@" >> "{log}"; case "$*" in *build_tiny*) exit 1;; esac')
 
     def installed(script: Path) -> list[str]:
         log.write_text("", encoding="utf-8")
