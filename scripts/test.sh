@@ -5,5 +5,5 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
 prepare_environment "[test,liger]"
-say "pytest $*"
+say "pytest${*:+ $*}"
 exec "$VENV/bin/python" -m pytest "$@"
