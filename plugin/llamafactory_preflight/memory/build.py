@@ -13,7 +13,7 @@ from llamafactory_preflight.memory.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT3
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
-from llamafactory_preflight.memory.step import Model
+from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
@@ -66,69 +66,79 @@ class Builder:
         self.run, self.shape, self.ops = run, shape, ops
         self.fresh_gradients = fresh_gradients
         self.precision = precision(run, shape)
-        self.kernels = Kernels(liger=run.enable_liger_kernel, attention=attention_kernel(run))
+        self.kernels = Kernels(
+            liger=run.enable_liger_kernel, attention=attention_kernel(run), wide_norm=shape.family.wide_norm
+        )
         self.booked = Storage(ops.ledger, 0, "weights")
         self.targets = parameters.lora_targets(run, shape) if run.finetuning_type == "lora" else {}
 
     def model(self, batch: Batch) -> Model:
         """The trained model, for one batch."""
         full = self.run.finetuning_type == "full"
-        kind = checkpointing_kind(self.run)
-        trained = self._trained_layers()
-        extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else ()
-        return self._model(
-            batch,
-            layers=trained,
-            ends=tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head")),
-            kind=kind,
-            liger_loss=self.run.enable_liger_kernel and self.run.stage in ("pt", "sft"),
-        )
+        extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
+        ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
+        inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
+        liger_loss = self.run.enable_liger_kernel and self.run.stage in ("pt", "sft")
+        return self._model(self._segments(inputs), ends, kind=checkpointing_kind(self.run), liger_loss=liger_loss)
 
     def reference_model(self, batch: Batch) -> Model:
         """The model that preferences are measured against: the base without its adapters, or a second copy."""
         builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
         builder.targets = {}
-        return builder._model(batch, layers=(False, False), ends=(False,) * 3, kind="off", liger_loss=False)
+        segment = builder._segment(builder._inputs(batch, hidden=self.precision.loaded), self.shape.num_layers, trained=False)
+        return builder._model([segment], (False,) * 3, kind="off", liger_loss=False)
 
     def value_head(self) -> Weight:
         """The reward model's head: one float32 row."""
         hidden = self.shape.hidden_size
         return Weight(hidden, FLOAT32, self.booked, width=hidden, leaf=self.leaf())
 
-    def _trained_layers(self) -> tuple[bool, ...]:
-        """Which of the layers that are run are trained; where the first differs from those between, a third stands for them."""
-        count = 3 if checkpointing_kind(self.run) in ("off", "host") else 2
-        if self.run.finetuning_type == "freeze":
-            last = self.run.freeze_trainable_layers > 0
-            return (not last,) + (False,) * (count - 2) + (last,)
-        return (self.run.finetuning_type == "full",) * count
+    def _segments(self, inputs: Inputs) -> list[Segment]:
+        """The trained model's layers in groups of a kind.
 
-    def _model(
-        self, batch: Batch, *, layers: tuple[bool, ...], ends: tuple[bool, ...], kind: str, liger_loss: bool
-    ) -> Model:
-        inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
-        size = parameters.embedding_numel(self.shape)
-        embedding = self.weight(size, trained=ends[0], width=self.shape.hidden_size)
-        tied = self.shape.tie_word_embeddings
-        return Model(
-            embedding=embedding,
-            final_norm=self.weight(self.shape.hidden_size, trained=ends[1]),
-            head=embedding if tied else self.weight(size, trained=ends[2], width=self.shape.hidden_size),
-            layers=[self.layer(inputs, trained=trained) for trained in layers],
-            num_layers=self.shape.num_layers,
-            layer_gradient_bytes=self._layer_gradient_bytes() if self.fresh_gradients else 0,
-            checkpointing=kind,
-            input_requires_grad=self.run.finetuning_type == "lora" and kind != "off",
-            liger_loss=liger_loss,
-            converts_outputs=self.precision.autocast is not None,
+        The first layer stands alone where it differs from those behind it: its input needs no gradient without
+        checkpointing, and stays alive as a leaf when the others' inputs go to the host.
+        """
+        count, run = self.shape.num_layers, self.run
+        if run.finetuning_type == "freeze":
+            trained = min(abs(run.freeze_trainable_layers), count)
+            parts = [(False, count - trained), (True, trained - 1), (True, 1)]
+            if run.freeze_trainable_layers < 0:
+                parts = [(True, 1), (True, trained - 1), (False, count - trained)]
+        else:
+            full = run.finetuning_type == "full"
+            alone = checkpointing_kind(run) in ("off", "host")
+            parts = [(full, 1), (full, count - 2), (full, 1)] if alone else [(full, count - 1), (full, 1)]
+        return [self._segment(inputs, number, trained=trained) for trained, number in parts if number > 0]
+
+    def _segment(self, inputs: Inputs, count: int, *, trained: bool) -> Segment:
+        groups = statics.model_groups(self.shape, layers=1, ends=False) if trained else []
+        if self.targets:
+            groups = statics.layer_adapter_groups(self.run, self.shape)
+        itemsize = dtypes.size(self.precision.trained)
+        gradients = statics.tensor_bytes(groups, itemsize, self.ops.ledger.block) if self.fresh_gradients else 0
+        return Segment(
+            layer=self.layer(inputs, trained=trained),
+            count=count,
+            trained=trained or bool(self.targets),
+            gradient_bytes=gradients,
         )
 
-    def _layer_gradient_bytes(self) -> int:
-        groups = [group for group in statics.trainable_groups(self.run, self.shape) if group.in_layers]
-        if self.run.finetuning_type == "freeze":
-            return 0
-        itemsize = dtypes.size(self.precision.trained)
-        return statics.tensor_bytes(groups, itemsize, self.ops.ledger.block) // self.shape.num_layers
+    def _model(self, segments: list[Segment], ends: tuple[bool, ...], *, kind: str, liger_loss: bool) -> Model:
+        size = parameters.embedding_numel(self.shape)
+        embedding = self.weight(size, trained=ends[0], width=self.shape.hidden_size)
+        tied = self.shape.tie_word_embeddings and not self.run.additional_target
+        return Model(
+            embedding=embedding,
+            final_norm=self._norm(self.shape.hidden_size, trained=ends[1]),
+            head=embedding if tied else self.weight(size, trained=ends[2], width=self.shape.hidden_size),
+            segments=segments,
+            checkpointing=kind,
+            input_requires_grad=bool(self.targets) and kind != "off",
+            liger_loss=liger_loss,
+            converts_outputs=self.precision.autocast is not None,
+            upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
+        )
 
     def _inputs(self, batch: Batch, *, hidden: int) -> Inputs:
         """Rotary tables, mask and ids of one micro-batch."""
@@ -169,9 +179,15 @@ class Builder:
             name: self._linear(name, linear, trained=trained)
             for name, linear in parameters.layer_linears(self.shape).items()
         }
-        norms = {name: self.weight(n, trained=trained) for name, n in parameters.layer_norms(self.shape).items()}
+        norms = {name: self._norm(n, trained=trained) for name, n in parameters.layer_norms(self.shape).items()}
         experts = self._experts(trained=trained)
         return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
+
+    def _norm(self, numel: int, *, trained: bool) -> Weight:
+        """A norm's weight; `upcast_layernorm` makes it float32 whether it is trained or not."""
+        if self.run.upcast_layernorm and not trained:
+            return Weight(numel, FLOAT32, self.booked)
+        return self.weight(numel, trained=trained)
 
     def _experts(self, *, trained: bool) -> Experts | None:
         moe, hidden = self.shape.moe, self.shape.hidden_size

@@ -20,6 +20,8 @@ class Kernels:
     liger: bool
     attention: str
     """`sdpa`, `fa2` or `eager`."""
+    wide_norm: bool
+    """Norms compute to their end in float32 (Gemma)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +56,9 @@ class DecoderLayer:
 
     def norm_with(self, ops: Ops, x: Tensor, weight: Weight) -> Tensor:
         """RMSNorm with a given weight."""
-        return ops.liger_rms_norm(x, weight) if self.kernels.liger else ops.rms_norm(x, weight)
+        if self.kernels.liger:
+            return ops.liger_rms_norm(x, weight, in_place=not self.kernels.wide_norm)
+        return ops.wide_rms_norm(x, weight) if self.kernels.wide_norm else ops.rms_norm(x, weight)
 
     def _attention_block(self, ops: Ops, x: Tensor) -> Tensor:
         hidden = self.norm(ops, x, "input_layernorm")

@@ -108,8 +108,8 @@ def _refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
         raise Unmodelled("PPO has no formula yet: it samples answers of a length that is not known beforehand")
     if run.finetuning_type == "oft":
         raise Unmodelled("OFT has no formula yet")
-    if run.label_smoothing_factor or run.additional_target:
-        raise Unmodelled("`label_smoothing_factor` and `additional_target` have no formula yet")
+    if run.label_smoothing_factor:
+        raise Unmodelled("`label_smoothing_factor` has no formula yet")
     if shape.quantization_method is not None:
         raise Unmodelled(f"Checkpoints quantized by {shape.quantization_method} have no formula yet")
     if shape.moe is not None and not software.at_least("transformers", 5):

@@ -229,7 +229,16 @@ class Ops:
 
     def rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
         """transformers' RMSNorm in elementary operations: to float32, x * rsqrt(mean(x^2)), back, times the weight."""
-        dtype = x.dtype
+        normed = self.cast(self._normed(x, weight), x.dtype)
+        return self.mul_weight(normed, weight)
+
+    def wide_rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
+        """Gemma's RMSNorm: the product with 1 + weight is still float32."""
+        normed = self._normed(x, weight)
+        wide = Weight(weight.numel, FLOAT32, weight.storage, leaf=weight.node if isinstance(weight.node, Leaf) else None)
+        return self.cast(self.mul_weight(normed, wide), x.dtype)
+
+    def _normed(self, x: Tensor, weight: Weight) -> Tensor:
         high = self.cast(x, FLOAT32)
         rows = x.numel // weight.numel
         rstd = self._rstd(high, rows)
@@ -242,10 +251,7 @@ class Ops:
             del product
             return (high_part, self._storage(rows * dtypes.size(FLOAT32)))
 
-        normed = self.link(normed, (high, rstd), (high.storage, rstd.storage), backward)
-        del high, rstd
-        normed = self.cast(normed, dtype)
-        return self.mul_weight(normed, weight)
+        return self.link(normed, (high, rstd), (high.storage, rstd.storage), backward)
 
     def _rstd(self, high: Tensor, rows: int) -> Tensor:
         squared = self.empty(high.numel, FLOAT32)

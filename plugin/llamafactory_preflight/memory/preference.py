@@ -60,7 +60,7 @@ def reward_step(ops: Ops, model: Model, value_head: Weight, tokens: int) -> None
     """TRL's value head on the last hidden states; the language head runs too, its logits are turned to float32 and dropped."""
     with ops.autocast():
         hidden = step.hidden_states(ops, model, tokens)
-        logits = ops.linear(hidden, model.head, "logits")
+        logits = step.head(ops, model, hidden)
         values = ops.linear(ops.cast(hidden, value_head.dtype), value_head)
         del hidden
         high = ops.cast(logits, FLOAT32, "logits")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes, parameters
@@ -61,14 +61,37 @@ def model_groups(shape: ModelShape, *, layers: int | None = None, ends: bool = T
 
 
 def adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
-    """LoRA's trainable tensors."""
+    """What LoRA and `additional_target` train."""
+    per_layer = layer_adapter_groups(run, shape)
+    groups = [replace(group, count=shape.num_layers) for group in per_layer]
+    return groups + [outer_module(name, shape) for name in run.additional_target]
+
+
+def layer_adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
+    """LoRA's (or DoRA's) tensors in one layer."""
     groups = []
     for linear in parameters.lora_targets(run, shape).values():
-        groups.append(Group(numel=run.lora_rank * linear.in_features, count=shape.num_layers))
-        groups.append(Group(numel=run.lora_rank * linear.out_features, count=shape.num_layers))
+        groups.append(Group(numel=run.lora_rank * linear.in_features, count=1))
+        groups.append(Group(numel=run.lora_rank * linear.out_features, count=1))
         if run.use_dora:
-            groups.append(Group(numel=linear.out_features, count=shape.num_layers, matrix=False))
+            groups.append(Group(numel=linear.out_features, count=1, matrix=False))
     return groups
+
+
+def outer_module(name: str, shape: ModelShape) -> Group:
+    """A module outside of the layers by its name.
+
+    Raises:
+        Unmodelled: It is none of the three that every decoder has.
+    """
+    embedding = parameters.embedding_numel(shape)
+    if name == "embed_tokens":
+        return Group(numel=embedding, count=1, embedding=True, in_layers=False)
+    if name == "lm_head":
+        return Group(numel=embedding, count=1, in_layers=False)
+    if name == "norm":
+        return Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False)
+    raise Unmodelled(f"Module `{name}` outside of the layers is not one this version knows")
 
 
 def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
@@ -80,19 +103,8 @@ def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
     if run.freeze_trainable_modules != ("all",) or run.use_llama_pro:
         raise Unmodelled("Freeze tuning of some modules of a layer has no formula yet")
     groups = model_groups(shape, layers=min(abs(run.freeze_trainable_layers), shape.num_layers), ends=False)
-    embedding = parameters.embedding_numel(shape)
-    known = {
-        "embed_tokens": Group(numel=embedding, count=1, embedding=True, in_layers=False),
-        "lm_head": Group(numel=embedding, count=1, in_layers=False),
-        "norm": Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False),
-    }
-    for name in run.freeze_extra_modules:
-        if name not in known:
-            raise Unmodelled(f"Extra module `{name}` of freeze tuning is not one this version knows")
-        if name == "lm_head" and shape.tie_word_embeddings:
-            continue
-        groups.append(known[name])
-    return groups
+    tied = shape.tie_word_embeddings
+    return groups + [outer_module(name, shape) for name in run.freeze_extra_modules if not (tied and name == "lm_head")]
 
 
 def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:

@@ -16,6 +16,23 @@ from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Segment:
+    """`count` layers that are alike: one is run, the others are booked.
+
+    Attributes:
+        layer: The layer.
+        count: How many there are.
+        trained: Whether it has trained parameters: LLaMA-Factory checkpoints no other layer.
+        gradient_bytes: What one layer's gradients take if they are made anew in each step.
+    """
+
+    layer: DecoderLayer
+    count: int
+    trained: bool
+    gradient_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Model:
     """What a micro-step runs.
 
@@ -23,25 +40,23 @@ class Model:
         embedding: The input embedding.
         final_norm: The norm behind the last layer.
         head: The output embedding; the input embedding itself where they are tied.
-        layers: The layers that are run: the first, for runs without checkpointing a second, and the last.
-        num_layers: Layers of the real model.
-        layer_gradient_bytes: What one layer's gradients take if they are made anew in each step.
+        segments: The layers, from first to last.
         checkpointing: `reentrant`, `non_reentrant`, `host` (use_unsloth_gc) or `off`.
         input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
         liger_loss: Whether liger's fused loss takes the place of head and loss in training.
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
+        upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
     """
 
     embedding: Weight
     final_norm: Weight
     head: Weight
-    layers: Sequence[DecoderLayer]
-    num_layers: int
-    layer_gradient_bytes: int
+    segments: Sequence[Segment]
     checkpointing: str
     input_requires_grad: bool
     liger_loss: bool
     converts_outputs: bool
+    upcasts_logits: bool
 
 
 def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
@@ -52,7 +67,7 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
         if model.liger_loss:
             result = loss.liger_linear_cross_entropy(ops, hidden, model.head)
         else:
-            logits = ops.linear(hidden, model.head, "logits")
+            logits = head(ops, model, hidden)
             result = loss.cross_entropy(ops, logits)
         del hidden
     if logits is not None:
@@ -65,7 +80,7 @@ def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and loss without gradients: liger's fused loss works in training only, so the logits are written out."""
     with ops.no_grad():
         with ops.autocast():
-            logits = ops.linear(hidden_states(ops, model, tokens), model.head, "logits")
+            logits = head(ops, model, hidden_states(ops, model, tokens))
             loss.cross_entropy(ops, logits)
         convert(ops, model, logits)
 
@@ -73,8 +88,14 @@ def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
 def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The model's forward without labels, and its logits in float32 as the preference stages ask for them."""
     with ops.autocast():
-        logits = ops.linear(hidden_states(ops, model, tokens), model.head, "logits")
+        logits = head(ops, model, hidden_states(ops, model, tokens))
     return ops.cast(logits, FLOAT32, "logits")
+
+
+def head(ops: Ops, model: Model, hidden: Tensor) -> Tensor:
+    """The output embedding."""
+    logits = ops.linear(hidden, model.head, "logits")
+    return ops.cast(logits, FLOAT32, "logits") if model.upcasts_logits else logits
 
 
 def convert(ops: Ops, model: Model, logits: Tensor) -> Tensor:
@@ -93,49 +114,47 @@ def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
     x = ops.embedding(rows, model.embedding)
     if model.input_requires_grad and x.node is None and ops.grad_enabled:
         x.node = Leaf(keeps=x.storage)
-    block = _Block(ops, model)
-    for layer in model.layers[:-1]:
-        block.start()
-        x = _run(ops, model.checkpointing, layer, x)
-    x = block.repeat(x)
-    last = model.layers[-1]
-    x = _run(ops, model.checkpointing, last, x)
-    return last.norm_with(ops, x, model.final_norm)
+    for segment in model.segments:
+        block = _Block(ops, model.checkpointing, segment)
+        x = _run(ops, model.checkpointing, segment, x)
+        x = block.repeat(x)
+    return segment.layer.norm_with(ops, x, model.final_norm)
 
 
-def _run(ops: Ops, kind: str, layer: DecoderLayer, x: Tensor) -> Tensor:
-    if kind == "off" or not ops.grad_enabled:
+def _run(ops: Ops, kind: str, segment: Segment, x: Tensor) -> Tensor:
+    layer = segment.layer
+    if kind == "off" or not segment.trained or not ops.grad_enabled:
         return layer(ops, x)
+    if x.node is None:
+        x.node = Leaf(keeps=x.storage)
     if kind == "non_reentrant":
         return checkpointing.non_reentrant(ops, layer, x)
     return checkpointing.reentrant(ops, layer, x, on_host=kind == "host")
 
 
 class _Block:
-    """The layers that are not run: what they leave behind in the forward, and their gradients in the backward."""
+    """The layers of a segment that are not run: what they leave behind in the forward, their gradients in the backward."""
 
-    def __init__(self, ops: Ops, model: Model) -> None:
-        self.ops, self.model = ops, model
-        self.count = model.num_layers - len(model.layers)
+    def __init__(self, ops: Ops, checkpointing_kind: str, segment: Segment) -> None:
+        self.ops, self.kind, self.segment = ops, checkpointing_kind, segment
+        self.before, self.cached_before = ops.ledger.parts.copy(), self._cached_bytes()
         self.left: list[Storage] = []
         self.gradients: Storage | None = None
 
-    def start(self) -> None:
-        """Notes what is live before a layer."""
-        self.before, self.cached_before = self.ops.ledger.parts.copy(), self._cached_bytes()
-
     def repeat(self, x: Tensor) -> Tensor:
-        """Books what the layer since `start` left, once more for each missing layer."""
-        ops, ledger = self.ops, self.ops.ledger
+        """Books what the layer left, once more for each layer that is not run."""
+        ops, ledger, missing = self.ops, self.ops.ledger, self.segment.count - 1
+        if not missing:
+            return x
         grown = {name: size - self.before[name] for name, size in ledger.parts.items()}
         cached = self._cached_bytes() - self.cached_before
         if cached and ops.autocast_cache is not None:
-            block = ops.empty(cached * self.count, INT8, "buffers")
+            block = ops.empty(cached * missing, INT8, "buffers")
             ops.autocast_cache[block] = block
             grown["buffers"] -= cached
-            if self.model.checkpointing == "off":
+            if self.kind == "off":
                 self.left.append(block.storage)
-        self.left += [Storage(ledger, size * self.count, name) for name, size in grown.items() if size > 0]
+        self.left += [Storage(ledger, size * missing, name) for name, size in grown.items() if size > 0]
         return ops.link(x.detach(), (x,), (), self._to_gradients)
 
     def _cached_bytes(self) -> int:
@@ -143,6 +162,7 @@ class _Block:
 
     def _to_gradients(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         self.left.clear()
-        if self.model.layer_gradient_bytes:
-            self.gradients = Storage(self.ops.ledger, self.model.layer_gradient_bytes * self.count, "gradients")
+        if self.segment.gradient_bytes:
+            size = self.segment.gradient_bytes * (self.segment.count - 1)
+            self.gradients = Storage(self.ops.ledger, size, "gradients")
         return (grad,)

@@ -1,0 +1,262 @@
+"""Measures the true peak memory of real LLaMA-Factory runs on a CUDA card, without model weights.
+
+usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS]
+
+A case is {"id": ..., "model": config.json as a mapping or its name in CONFIGS, "args": {LLaMA-Factory arguments},
+"cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}. Weights are sparse files of zeros in the
+real shapes: memory does not depend on values. Every sample is cut to exactly `cutoff_len` tokens. Each case is a process of its
+own, forked from one that has imported everything, several side by side within the card's memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import struct
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+os.environ.update(
+    PYTORCH_NVML_BASED_CUDA_CHECK="1",  # looking for a card must not start CUDA before the fork
+    DISABLE_VERSION_CHECK="1",
+    HF_HUB_OFFLINE="1",
+    TOKENIZERS_PARALLELISM="false",
+    TRANSFORMERS_VERBOSITY="error",
+    LLAMAFACTORY_VERBOSITY="WARN",
+    LLAMAFACTORY_PREFLIGHT="off",
+    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
+    WANDB_DISABLED="true",
+)
+GIB = 2**30
+ROOT = Path(os.environ.get("MEASURE_ROOT", Path(tempfile.gettempdir()) / "measure"))
+WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system", "user", "assistant", "story"]
+DEFAULTS: dict[str, Any] = {
+    "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen3_nothink",
+    "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4, "bf16": True,
+    "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1, "overwrite_cache": True,
+    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False, "disable_tqdm": True,
+}  # fmt: skip
+
+
+def write_model(name: str, config: dict[str, Any]) -> Path:
+    """Writes a checkpoint of zeros with the tensors that transformers itself expects for a config."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = ROOT / "models" / name
+    if (folder / "model.safetensors").exists():
+        return folder
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.get("tie_word_embeddings") else set()
+    for key, tensor in model.state_dict().items():
+        if key in tied:
+            continue
+        size = tensor.numel() * 2
+        header[key] = {"dtype": "BF16", "shape": list(tensor.shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    blob = json.dumps(header).encode()
+    blob += b" " * (-len(blob) % 8)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(struct.pack("<Q", len(blob)))
+        file.write(blob)
+        file.truncate(8 + len(blob) + offset)
+    _write_tokenizer(folder)
+    return folder
+
+
+def _write_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder)
+
+
+def write_data(stage: str, cutoff: int) -> tuple[Path, str]:
+    """A dataset whose every sample is longer than the cutoff, in the format of a stage."""
+    folder = ROOT / "data" / f"{stage}_{cutoff}"
+    folder.mkdir(parents=True, exist_ok=True)
+    text = "story " * (cutoff + 64)
+    rows: list[dict[str, Any]]
+    info: dict[str, Any] = {"file_name": "rows.json"}
+    if stage == "pt":
+        rows = [{"text": text} for _ in range(96)]
+        info["columns"] = {"prompt": "text"}
+    elif stage in ("dpo", "rm"):
+        rows = [{"instruction": f"story {i}", "input": "", "chosen": text, "rejected": text} for i in range(64)]
+        info |= {"ranking": True, "columns": {"prompt": "instruction", "chosen": "chosen", "rejected": "rejected"}}
+    elif stage == "kto":
+        rows = [{"instruction": f"story {i}", "output": text, "label": bool(i % 2)} for i in range(64)]
+        info["columns"] = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
+    else:
+        rows = [{"instruction": f"story {i}", "input": "", "output": text} for i in range(64)]
+    if not (folder / "dataset_info.json").exists():
+        (folder / "rows.json").write_text(json.dumps(rows))
+        (folder / "dataset_info.json").write_text(json.dumps({"rows": info}))
+    return folder, "rows"
+
+
+def arguments(case: dict[str, Any]) -> dict[str, Any]:
+    """The arguments LLaMA-Factory gets."""
+    args = DEFAULTS | case["args"]
+    folder, dataset = write_data(args["stage"], args["cutoff_len"])
+    args |= {
+        "model_name_or_path": str(ROOT / "models" / case["model"]),
+        "dataset_dir": str(folder),
+        "output_dir": str(ROOT / "out" / case["id"]),
+    }
+    if args.pop("with_eval_dataset", False):
+        args["eval_dataset"] = dataset
+    return args | {"dataset": dataset}
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case in this process and returns what it took."""
+    import torch
+    from llamafactory.train import tuner
+    from transformers import TrainerCallback
+
+    result: dict[str, Any] = {key: case[key] for key in ("id", "model", "args", "cap_gib", "env") if key in case}
+
+    def peak() -> float:
+        torch.cuda.synchronize()
+        value = torch.cuda.max_memory_allocated() / GIB
+        torch.cuda.reset_peak_memory_stats()
+        return round(value, 4)
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            model = kwargs["model"]
+            result["loaded_allocated_gib"] = round(torch.cuda.memory_allocated() / GIB, 4)
+            result["load_peak_allocated_gib"] = peak()
+            result["trainable_params"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
+            torch.cuda.empty_cache()
+            self.last = time.time()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            result.setdefault("step_peak_allocated_gib", []).append(peak())
+            result.setdefault("step_reserved_gib", []).append(round(torch.cuda.max_memory_reserved() / GIB, 4))
+            now = time.time()
+            result.setdefault("step_seconds", []).append(round(now - self.last, 4))
+            self.last = now
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            result["evaluate_peak_allocated_gib"] = peak()
+            self.last = time.time()
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            result["save_peak_allocated_gib"] = peak()
+            self.last = time.time()
+
+    started = time.time()
+    try:
+        torch.cuda.init()
+        if case.get("cap_gib"):
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(case["cap_gib"] * GIB / total)
+        if case.get("snapshot"):
+            torch.cuda.memory._record_memory_history(max_entries=400000)
+        tuner.run_exp(arguments(case), callbacks=[Watch()])
+        result["ok"] = True
+    except torch.cuda.OutOfMemoryError as error:
+        result |= {"ok": False, "out_of_memory": str(error)[:300]}
+    except BaseException as error:  # one case's failure is a row, whatever it was
+        result |= {"ok": False, "error": "".join(traceback.format_exception(error))[-1500:]}
+    if case.get("snapshot"):
+        torch.cuda.memory._dump_snapshot(case["snapshot"])
+    steps = result.get("step_peak_allocated_gib", [])
+    result["peak_allocated_gib"] = max(steps) if result["ok"] else round(torch.cuda.max_memory_allocated() / GIB, 4)
+    result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 4)
+    result["host_peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
+    result["wall_seconds"] = round(time.time() - started, 1)
+    return result
+
+
+def run_forked(case: dict[str, Any], out: Path, port: int) -> int:
+    """Forks a process for one case; it appends its row to `out`."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 1
+    try:
+        log = os.open(ROOT / f"{case['id']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update({"MASTER_PORT": str(port), "OMP_NUM_THREADS": "2"} | case.get("env", {}))
+        row = run_case(case)
+        with open(out, "a") as file:
+            file.write(json.dumps(row) + "\n")
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: float, card_gib: float) -> None:
+    """Runs cases side by side, never more at once than the card holds."""
+    started = time.time()
+    running: dict[int, dict[str, Any]] = {}
+    todo = sorted(cases, key=lambda case: -float(case.get("need_gib", 16)))
+    for number in range(10**6):
+        if not (todo or running):
+            break
+        busy = sum(case.get("need_gib", 16) for case in running.values())
+        late = time.time() - started > deadline
+        fitting = [case for case in todo if not running or busy + case.get("need_gib", 16) <= card_gib]
+        if fitting and len(running) < jobs and not late:
+            todo.remove(fitting[0])
+            running[run_forked(fitting[0], out, 29500 + number % 1000)] = fitting[0]
+            continue
+        pid, _ = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            case = running.pop(pid)
+            print(f"{time.time() - started:6.0f} s  {case['id']}", flush=True)
+        elif late:
+            break
+        else:
+            time.sleep(0.1)
+    print(f"left: {[case['id'] for case in todo]}, still running: {[case['id'] for case in running.values()]}")
+
+
+def main() -> None:
+    """Reads the cases, writes the models and runs everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("cases", type=Path)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--deadline", type=float, default=480)
+    parser.add_argument("--card-gib", type=float, default=132)
+    options = parser.parse_args()
+    plan = json.loads(options.cases.read_text())
+    import llamafactory.train.tuner  # noqa: F401
+
+    used = {case["model"] for case in plan["cases"]}
+    for name, config in plan["models"].items():
+        if name in used:
+            write_model(name, config)
+    run_all(
+        plan["cases"], options.out, jobs=options.jobs, deadline=options.deadline, card_gib=options.card_gib
+    )
+    for line in options.out.read_text().splitlines():
+        row = json.loads(line)
+        fault = (row.get("out_of_memory") or row.get("error") or "").strip().splitlines()
+        print(row["id"], row["ok"], row.get("peak_allocated_gib"), row["wall_seconds"], *fault[-1:], flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
