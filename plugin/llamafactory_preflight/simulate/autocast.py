@@ -1,0 +1,89 @@
+"""CUDA autocast for fake tensors.
+
+PyTorch's own looks at the native device of a tensor, which here is not `cuda` (see `card`), and leaves it alone. The
+policy is the documented one: https://docs.pytorch.org/docs/stable/amp.html, sections on CUDA operators.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_T = torch.Tensor
+
+LOWER_PRECISION = frozenset(
+    {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.prelu}
+    | {torch.conv1d, torch.conv2d, torch.conv3d, torch.einsum, torch.chain_matmul, torch.linalg.multi_dot}
+    | {getattr(owner, name) for owner in (torch, _T) for name in ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm")}
+    | {_T.__matmul__, _T.__rmatmul__}
+)
+FLOAT32 = frozenset(
+    {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss}
+    | {F.smooth_l1_loss, F.kl_div, F.cosine_similarity, F.softplus, F.cosine_embedding_loss, F.huber_loss, F.normalize}
+    | {_T.__pow__, _T.__rpow__, torch.cdist, torch.renorm, torch.logsumexp, _T.logsumexp}
+    | {getattr(owner, name) for owner in (torch, _T) for name in (
+        "pow", "rsqrt", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "cosh", "sinh", "tan", "acos", "asin",
+        "cumsum", "cumprod", "sum", "prod", "softmax", "log_softmax", "norm", "dist", "erfinv")}
+)  # fmt: skip
+WIDEST = frozenset(
+    {torch.cat, torch.stack, torch.dot, torch.vdot, torch.cross, torch.addcdiv, torch.addcmul, torch.atan2, torch.tensordot}
+    | {_T.dot, _T.addcdiv, _T.addcmul, _T.atan2, torch.bilinear, _T.index_put, torch.scatter_add, _T.scatter_add}
+)
+_HALVES = (torch.float16, torch.bfloat16)
+_FLOATS = (*_HALVES, torch.float32)
+
+
+class CudaAutocast(TorchFunctionMode):
+    """Casts arguments as autocast does wherever `torch.autocast("cuda")` is on, with its cache of cast weights.
+
+    The cache holds a half-precision copy of every float32 leaf that requires gradients, from its first use until the
+    outermost autocast context is left: a second copy of the weights in full tuning with float32 masters.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cache: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if torch.is_autocast_enabled("cuda"):
+            if func in LOWER_PRECISION:
+                args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
+            elif func in FLOAT32 and kwargs.get("dtype") is None:
+                args, kwargs = self._cast(args, kwargs, torch.float32)
+            elif func in WIDEST:
+                widest = torch.float32 if torch.float32 in _dtypes(args, kwargs) else torch.get_autocast_dtype("cuda")
+                args, kwargs = self._cast(args, kwargs, widest)
+        return func(*args, **kwargs)
+
+    def _cast(self, args: Any, kwargs: Any, dtype: torch.dtype) -> Any:
+        return tree_map(lambda leaf: self.cast(leaf, dtype), (args, kwargs))
+
+    def cast(self, leaf: Any, dtype: torch.dtype) -> Any:
+        """Returns `leaf` in `dtype` if it is a floating tensor on the card, from the cache if it is a weight."""
+        if not isinstance(leaf, torch.Tensor) or leaf.device.type != "cuda":
+            return leaf
+        if leaf.dtype == dtype or leaf.dtype not in _FLOATS:
+            return leaf
+        if not (dtype in _HALVES and leaf.dtype == torch.float32 and leaf.requires_grad and leaf.is_leaf):
+            return leaf.to(dtype)
+        if not torch.is_autocast_cache_enabled():
+            return leaf.to(dtype)
+        cached = self._cache.get(id(leaf))
+        if cached is None:
+            cached = self._cache[id(leaf)] = (leaf, leaf.to(dtype))
+        return cached[1]
+
+    def clear_cache(self) -> None:
+        """Stands in for `torch.clear_autocast_cache`, which PyTorch calls when the outermost context is left."""
+        self._cache.clear()
+
+
+def _dtypes(*trees: Any) -> set[torch.dtype]:
+    return {leaf.dtype for leaf in tree_leaves(trees) if isinstance(leaf, torch.Tensor)}

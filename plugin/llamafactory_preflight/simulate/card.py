@@ -1,0 +1,76 @@
+"""A CUDA card that exists on paper: tensors with shapes, types and the device `cuda`, but no driver and no memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+CARD = torch.device("cuda:0")
+_META = torch.device("meta")
+_make_subclass = torch.Tensor._make_subclass
+
+
+def _without_native_device(cls: Any, data: torch.Tensor, requires_grad: bool = False, **kwargs: Any) -> Any:
+    kwargs.pop("dispatch_device", None)
+    return _make_subclass(cls, data, requires_grad, **kwargs)
+
+
+class CardMode(FakeTensorMode):
+    """Fake tensors on `cuda` whose backward pass needs no CUDA driver.
+
+    Autograd asks the device of every tensor for a stream. Where there is no driver, a build with CUDA aborts at that
+    question and one without it raises. So the native side is told `meta`, and Python code, which is what decides what
+    gets allocated, reads `cuda`. Two things follow. Autograd's own factory calls ask for `meta` and mean the card; and
+    `.to("cuda")` of a tensor that is there already reaches us, where PyTorch would have returned the tensor itself.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self._patch: Any = None
+
+    def __enter__(self) -> Any:
+        self._patch = mock.patch.object(torch.Tensor, "_make_subclass", staticmethod(_without_native_device))
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        device = kwargs.get("device")
+        if device == _META:
+            kwargs["device"] = CARD
+        if func is torch.ops.aten._to_copy.default and device is not None and _is_already(args[0], kwargs):
+            func, kwargs = torch.ops.aten.alias.default, {}
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _is_already(tensor: torch.Tensor, wanted: dict[str, Any]) -> bool:
+    device = torch.device(wanted["device"])
+    same_device = tensor.device.type == device.type and device.index in (None, tensor.device.index)
+    return same_device and wanted.get("dtype") in (None, tensor.dtype)
+
+
+@contextmanager
+def cuda_properties(*, multi_processors: int = 132, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
+    """Answers the questions that libraries ask the driver, as an H100 or H200 would.
+
+    Only scratch buffers of a few hundred kilobytes depend on these (Liger's RMSNorm has one row a multiprocessor).
+    """
+    properties = mock.Mock(multi_processor_count=multi_processors, major=capability[0], minor=capability[1])
+    with (
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch("torch.cuda.get_device_capability", return_value=capability),
+        mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+    ):
+        yield

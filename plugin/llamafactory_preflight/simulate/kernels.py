@@ -1,0 +1,143 @@
+"""CUDA kernels whose scratch memory no fake kernel shows, and the functions that choose between kernels on a card.
+
+A replacement allocates what the CUDA implementation allocates and returns tensors of the right shapes. Everything else
+runs through PyTorch's own fake kernels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from llamafactory_preflight.simulate.autocast import CudaAutocast
+
+aten = torch.ops.aten
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def flash_attention_backward(
+    grad_out: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *rest: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """FlashAttention-2's `mha_bwd`: float32 dQ accumulator, row sums, and dK, dV of every query head under GQA."""
+    batch, num_heads, length, head_dim = query.shape
+    num_key_heads, key_length = key.shape[1], key.shape[2]
+    grads = tuple(torch.empty_like(tensor.transpose(1, 2)).transpose(1, 2) for tensor in (query, key, value))
+    rows = _round_up(length, 128)
+    columns = _round_up(head_dim, 32) if head_dim <= 192 else 256
+    scratch = [
+        query.new_empty((batch, num_heads, rows), dtype=torch.float32),
+        query.new_empty((batch, rows, num_heads, columns), dtype=torch.float32),
+    ]
+    if num_key_heads != num_heads:
+        scratch += [key.new_empty((batch, key_length, num_heads, head_dim)) for _ in range(2)]
+    del scratch
+    return grads  # type: ignore[return-value]
+
+
+def gemm_4bit(
+    inputs: torch.Tensor,
+    packed: torch.Tensor,
+    shape: Any,
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """bitsandbytes >= 0.50: beyond a few hundred tokens the weight is dequantized whole, then a plain matmul."""
+    if absmax_8bit is not None:
+        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32)
+    weight = inputs.new_empty(tuple(shape))
+    return aten.linear.default(inputs, weight, bias)  # type: ignore[no-any-return]
+
+
+def replacements() -> Mapping[Any, Any]:
+    """Operator to replacement, for the libraries that are installed."""
+    table: dict[Any, Any] = {aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward}
+    bnb = getattr(torch.ops, "bitsandbytes", None)
+    if bnb is not None and hasattr(bnb, "gemm_4bit"):
+        table[bnb.gemm_4bit.default] = gemm_4bit
+    return table
+
+
+def attention_on_cuda(autocast: CudaAutocast) -> Any:
+    """Returns `scaled_dot_product_attention` as it picks a kernel on a card: flash unless there is a mask."""
+
+    def attention(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value, attn_mask = (autocast.cast(each, dtype) for each in (query, key, value, attn_mask))
+        half = query.dtype in (torch.float16, torch.bfloat16)
+        if attn_mask is None and half and query.shape[-1] <= 256:
+            pad = -query.shape[-1] % 8
+            if pad:
+                query, key, value = (torch.nn.functional.pad(each, (0, pad)) for each in (query, key, value))
+            scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1] - pad)
+            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            return out[..., : out.shape[-1] - pad] if pad else out
+        if enable_gqa:
+            groups = query.shape[1] // key.shape[1]
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
+        if attn_mask is not None:  # the kernel wants rows that are multiples of 16 bytes
+            pad = -attn_mask.shape[-1] % 16
+            if pad:
+                attn_mask = torch.nn.functional.pad(attn_mask, (0, pad))[..., : attn_mask.shape[-1]]
+            attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+        return aten._scaled_dot_product_efficient_attention(
+            query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
+        )[0]
+
+    return attention
+
+
+def _dropout_on_cuda(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """The fused kernel that CUDA tensors take: it keeps a mask of one byte an element."""
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, training)[0]
+
+
+def _causal_mask_is_implied(original: Any) -> Any:
+    """transformers drops an all-ones padding mask; it looks at values, which a fake tensor has not.
+
+    Samples of full length, as planned for here, have no padding.
+    """
+    return lambda padding_mask, *args, **kwargs: original(None, *args, **kwargs)
+
+
+@contextmanager
+def cuda_kernels(autocast: CudaAutocast) -> Iterator[None]:
+    """Puts the functions above in the place of those that look at a tensor's native device or at its values."""
+    from transformers import masking_utils
+
+    with ExitStack() as stack:
+        for target, name, value in (
+            (torch.nn.functional, "scaled_dot_product_attention", attention_on_cuda(autocast)),
+            (torch.nn.functional, "dropout", _dropout_on_cuda),
+            (torch, "clear_autocast_cache", autocast.clear_cache),
+            (masking_utils, "_ignore_causal_mask_sdpa", _causal_mask_is_implied(masking_utils._ignore_causal_mask_sdpa)),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        yield

@@ -1,0 +1,137 @@
+"""The training loop of transformers' Trainer as LLaMA-Factory runs it, cut into stretches of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.simulate.arguments import compute_dtype
+from llamafactory_preflight.simulate.card import CARD
+from llamafactory_preflight.simulate.storage import StorageTracker
+
+NUM_STEPS = 2  # optimizer states exist from the end of the first step on
+Batch = dict[str, torch.Tensor]
+
+
+def sequence_length(run: RunDescription) -> int:
+    """Tokens of one row: LLaMA-Factory packs to one more than the cutoff, and its collator pads to a multiple of 8."""
+    packed = run.neat_packing or bool(run.packing)
+    length = run.cutoff_len + 1 if packed and run.stage == "sft" else run.cutoff_len
+    return -(-length // 8) * 8
+
+
+def make_batch(run: RunDescription, rows: int) -> Batch:
+    """One collated batch on the card, without padding."""
+    length = sequence_length(run)
+    batch = {name: torch.zeros((rows, length), dtype=torch.int64, device=CARD) for name in ("input_ids", "labels")}
+    if run.neat_packing and run.flash_attn != "fa2":  # SFTDataCollatorWith4DAttentionMask
+        mask = torch.zeros((rows, 1, length, length), dtype=compute_dtype(run) or torch.float32, device=CARD)
+    else:
+        mask = torch.ones((rows, length), dtype=torch.int64, device=CARD)
+    return {**batch, "attention_mask": mask}
+
+
+def wrap_forward(model: nn.Module, run: RunDescription) -> None:
+    """Puts autocast around `forward` and makes its outputs float32, as `Accelerator.prepare_model` does."""
+    from accelerate.utils.operations import convert_outputs_to_fp32
+
+    if not (run.bf16 or run.fp16):
+        return
+    forward = type(model).forward
+    cast = torch.autocast("cuda", dtype=torch.bfloat16 if run.bf16 else torch.float16)(forward)
+    model.forward = MethodType(cast, model)
+    model.forward = MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+
+
+@contextmanager
+def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int) -> Iterator[None]:
+    """Cuts forward and backward into stretches: one for each of the first and last `ends` layers, one for the rest.
+
+    A stretch's peak is then linear in the number of layers, which that of the whole pass need not be: the peak may move
+    from the loss to the first layers' gradients as a model deepens.
+    """
+    handles = []
+    count = len(layers)
+
+    def position(index: int) -> str:
+        if index < ends:
+            return f"layer {index}"
+        return f"layer {index - count}" if index >= count - ends else "layers between"
+
+    for index, layer in enumerate(layers):
+
+        def entered(*_: Any, name: str = position(index)) -> None:
+            if _phase(tracker) == "forward":
+                _cut(tracker, name)
+
+        def left(_: Any, __: Any, output: Any, name: str = position(index), last: bool = index == count - 1) -> None:
+            if last and _phase(tracker) == "forward":
+                _cut(tracker, "head")
+            hidden = output[0] if isinstance(output, tuple) else output
+            if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
+                hidden.register_hook(lambda _: _cut(tracker, name))
+
+        handles += [layer.register_forward_pre_hook(entered), layer.register_forward_hook(left)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _phase(tracker: StorageTracker) -> str:
+    return tracker.stretches[-1][1].split("/")[-2]
+
+
+def _cut(tracker: StorageTracker, name: str) -> None:
+    tracker.stretch("/".join([*tracker.stretches[-1][1].split("/")[:-1], name]))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescription, tracker: StorageTracker) -> None:
+    """Runs `NUM_STEPS` optimizer steps of `gradient_accumulation_steps` micro-batches."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    scaler = torch.ones((), device=CARD) if run.fp16 else None
+    total = torch.zeros((), device=CARD)
+    for step in range(NUM_STEPS):
+        tracker.stretch(f"forward_backward/{step}/data/data")
+        tracker.allocating("buffers")
+        batches = [make_batch(run, run.per_device_train_batch_size) for _ in range(run.gradient_accumulation_steps)]
+        num_items = torch.zeros((), dtype=torch.int64, device=CARD)
+        tracker.allocating("activations")
+        for micro_step, batch in enumerate(batches):
+            # All micro-steps between the second and the last are alike.
+            if 2 <= micro_step < run.gradient_accumulation_steps - 1:
+                continue
+            name = f"forward_backward/{step}.{micro_step}"
+            tracker.stretch(f"{name}/forward/embedding")
+            loss = model(**batch, num_items_in_batch=num_items)["loss"]
+            tracker.stretch(f"{name}/backward/head")
+            (loss if scaler is None else loss * scaler).backward()
+            total += loss.detach()
+            tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
+        tracker.stretch(f"optimizer_step/{step}")
+        tracker.allocating("optimizer")
+        if run.max_grad_norm > 0:
+            torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
+        optimizer.step()
+        tracker.allocating("activations")
+        model.zero_grad()
+        loss = None
+        tracker.stretch("save/save/save/save")
+
+
+def evaluate(model: nn.Module, run: RunDescription, tracker: StorageTracker) -> None:
+    """Runs one evaluation batch as `Trainer.prediction_step` does: it holds the outputs beside the loss."""
+    tracker.stretch("evaluate/evaluate/forward/embedding")
+    model.eval()
+    with torch.no_grad():
+        batch = make_batch(run, run.per_device_eval_batch_size)
+        outputs = model(**batch, num_items_in_batch=torch.zeros((), dtype=torch.int64, device=CARD))
+        outputs["loss"].detach().mean()
+    model.train()

@@ -1,0 +1,158 @@
+"""Follows the life of every storage on the simulated card, and replays it to find the peak."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+ALIGNMENT = 512  # bytes; CUDACachingAllocator rounds every request up to this (kMinBlockSize)
+
+Replacement = Callable[..., Any]
+
+
+def rounded(num_bytes: int) -> int:
+    """Returns what the caching allocator counts for a request, as `memory_allocated` reports it."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(slots=True)
+class Block:
+    """One storage on the card: what it is can become known after it was allocated (a gradient, say)."""
+
+    num_bytes: int
+    component: str
+    operator: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peak:
+    """The fullest moment of one stretch of the run, with bytes by component."""
+
+    num_bytes: int
+    components: Mapping[str, int]
+
+
+class StorageTracker(TorchDispatchMode):
+    """Counts the bytes of living storages on `device`, stretch by stretch.
+
+    Events are only logged while the run goes on; `peaks` replays them afterwards. A block may thus be filed under the
+    component that it turns out to belong to, and finding the live set of a peak costs nothing per operator.
+
+    Args:
+        device_type: Storages elsewhere are ignored.
+        vocab_size: Tensors whose last dimension is this are filed as logits.
+        replacements: Operators whose CUDA kernel allocates scratch that no fake kernel shows, and a function that
+            allocates it and returns the operator's result.
+    """
+
+    def __init__(
+        self,
+        *,
+        device_type: str = "cuda",
+        vocab_size: int | None = None,
+        replacements: Mapping[Any, Replacement] | None = None,
+    ) -> None:
+        super().__init__()
+        self.blocks: list[Block] = []
+        self.stretches: list[tuple[int, str]] = [(0, "")]
+        self._events: list[int] = []  # block index when born, its bitwise complement when freed
+        self._living: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._device_type = device_type
+        self._vocab_size = vocab_size
+        self._replacements = replacements or {}
+        self._component = "activations"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = self._replacements.get(func)
+        if replacement is not None:
+            with self:  # its own allocations count as well
+                return replacement(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
+                self._follow(leaf, func)
+        return result
+
+    def _follow(self, tensor: torch.Tensor, func: Any) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)
+        if key in self._living:
+            return
+        index = len(self.blocks)
+        num_bytes = rounded(storage.nbytes())
+        component = self._component
+        if component == "activations" and tensor.dim() > 1 and tensor.shape[-1] == self._vocab_size:
+            component = "logits"
+        self.blocks.append(Block(num_bytes, component, str(func), tuple(tensor.shape)))
+        self._events.append(index)
+
+        def freed(_: Any, key: int = key, index: int = index) -> None:
+            self._events.append(~index)
+            self._living.pop(key, None)
+
+        self._living[key] = (index, weakref.ref(storage, freed))
+
+    def stretch(self, name: str) -> None:
+        """Starts a new stretch of the run; stretches of equal name are one."""
+        if self.stretches[-1][1] != name:
+            self.stretches.append((len(self._events), name))
+
+    def allocating(self, component: str) -> None:
+        """Files what is allocated from now on under `component`."""
+        self._component = component
+
+    def belongs(self, tensors: Iterable[torch.Tensor], component: str) -> None:
+        """Files the storages of `tensors` under `component`, back to their birth."""
+        for tensor in tensors:
+            entry = self._living.get(id(tensor.untyped_storage()))
+            if entry is not None:
+                self.blocks[entry[0]].component = component
+
+    def live_bytes(self) -> int:
+        """Bytes alive now."""
+        return sum(self.blocks[index].num_bytes for index, _ in self._living.values())
+
+    def peaks(self) -> dict[str, Peak]:
+        """Replays the log and returns the peak of every stretch."""
+        found: dict[str, Peak] = {}
+        for name, (num_bytes, position) in self._fullest_moments().items():
+            components: dict[str, int] = {}
+            for index in self.alive_at(position):
+                block = self.blocks[index]
+                components[block.component] = components.get(block.component, 0) + block.num_bytes
+            found[name] = Peak(num_bytes=num_bytes, components=components)
+        return found
+
+    def _fullest_moments(self) -> dict[str, tuple[int, int]]:
+        """For every stretch: the most bytes alive in it, and after how many events that was."""
+        best: dict[str, tuple[int, int]] = {}
+        boundaries = iter([*self.stretches[1:], (len(self._events) + 1, "")])
+        name, (end, next_name) = self.stretches[0][1], next(boundaries)
+        total = 0
+        for position in range(len(self._events) + 1):
+            while position >= end:
+                name, (end, next_name) = next_name, next(boundaries)
+                best.setdefault(name, (total, position))
+            if position:
+                event = self._events[position - 1]
+                total += self.blocks[event].num_bytes if event >= 0 else -self.blocks[~event].num_bytes
+            if total > best.get(name, (-1, 0))[0]:
+                best[name] = (total, position)
+        return best
+
+    def alive_at(self, position: int) -> list[int]:
+        """Returns the indices of the blocks alive after `position` events."""
+        alive: set[int] = set()
+        for event in self._events[:position]:
+            alive.add(event) if event >= 0 else alive.discard(~event)
+        return sorted(alive)
