@@ -11,7 +11,7 @@ import pytest
 from llamafactory_preflight import device, findings, host, memory, preflight, report
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.memory import Card, MemoryEstimate
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -32,9 +32,11 @@ CONFIG = {
 CARD = Device(name="a card", total_bytes=24 * GIB, free_bytes=24 * GIB, compute_capability=(8, 9))
 
 
-def one_gib_and_a_mib_a_token(run: RunDescription, shape: object, *, software: Software) -> MemoryEstimate:
+def one_gib_and_a_mib_a_token(
+    run: RunDescription, shape: object, *, software: Software, card: Card, length: int | None = None
+) -> MemoryEstimate:
     """Stands for the real estimate, so that these tests are about what is made of it."""
-    peak = GIB + run.cutoff_len * MIB
+    peak = GIB + (length or run.cutoff_len) * MIB
     parts = dict.fromkeys(("weights", "adapters", "gradients", "optimizer", "activations", "logits", "buffers"), 0)
     return MemoryEstimate(
         phases={"load": GIB, "forward_backward": peak, "optimizer_step": GIB, "save": GIB, "evaluate": 0},
@@ -46,7 +48,7 @@ def one_gib_and_a_mib_a_token(run: RunDescription, shape: object, *, software: S
         slack_bytes=0,
         host_bytes=2 * GIB,
         tokens_per_step=run.cutoff_len,
-        reasons=("It was made up.",),
+        reasons=(f"The estimate was asked for {card}.",),
     )
 
 
@@ -111,6 +113,32 @@ def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch:
     for wrong in ({"device_index": 2}, {"num_gpus": 3}, {"num_gpus": 0}):
         with pytest.raises(UserError):
             preflight.check(given, **wrong)
+
+
+@pytest.mark.parametrize(
+    ("env", "num_gpus", "expandable"),
+    [
+        ({}, 1, False),
+        ({}, 2, True),
+        ({"OPTIM_TORCH": "0"}, 2, False),
+        ({"FORCE_TORCHRUN": "1"}, 1, True),
+        ({"FORCE_TORCHRUN": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, 1, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments: True"}, 1, True),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, 1, True),
+    ],
+)
+def test_the_allocator_is_seen_as_the_training_will_find_it(
+    model: str, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], num_gpus: int, expandable: bool
+) -> None:
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OPTIM_TORCH"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in env.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(device, "visible", lambda environ=None: (CARD,) * num_gpus)
+    result = preflight.check({"model_name_or_path": model})
+    assert result.estimate is not None
+    card = Card(expandable_segments=expandable, compute_capability=(8, 9))
+    assert result.estimate.reasons == (f"The estimate was asked for {card}.",)
 
 
 def test_a_card_of_unknown_size_is_not_judged(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,7 +107,8 @@ def examine(
         shape = ModelShape.from_config(model.config)
         if run.deepspeed is not None:
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-        estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software)
+        card = _card(decisive, num_gpus=len(devices), env=env)
+        estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software, card=card)
         answer = _judge(estimate, decisive, host_budget_bytes)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
@@ -170,9 +171,24 @@ def _fits_when_short(result: Result) -> bool:
     """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
     if result.run.packing or result.shape is None:
         return False
-    short = replace(result.run, cutoff_len=min(SHORTEST_LENGTH, result.run.cutoff_len))
-    estimate = memory.estimate(short, result.shape, software=result.software)
+    card = _card(result.device, num_gpus=len(result.devices), env=os.environ)
+    length = min(SHORTEST_LENGTH, result.run.cutoff_len)
+    estimate = memory.estimate(result.run, result.shape, software=result.software, card=card, length=length)
     return _judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
+
+
+def _card(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:
+    """What the estimate asks of the card, and of the allocator as the training process will find it configured."""
+    torchrun = num_gpus > 1 or _enabled(env, "FORCE_TORCHRUN")
+    if "PYTORCH_ALLOC_CONF" in env:  # torch reads it first, and LLaMA-Factory does not touch it
+        allocator = env["PYTORCH_ALLOC_CONF"]
+    elif torchrun and _enabled({"OPTIM_TORCH": "1", **env}, "OPTIM_TORCH"):
+        allocator = "expandable_segments:True"  # LLaMA-Factory's launcher sets it, for torchrun only
+    else:
+        allocator = env.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    card = memory.Card(expandable_segments="expandable_segments:true" in allocator.lower().replace(" ", ""))
+    capability = decisive.compute_capability if decisive else None
+    return card if capability is None else replace(card, compute_capability=capability)
 
 
 def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
