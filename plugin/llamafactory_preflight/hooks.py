@@ -114,16 +114,6 @@ def is_applied(function: object) -> bool:
     return getattr(function, "__llamafactory_preflight__", False) is True
 
 
-def status() -> dict[str, str]:
-    """Tells of every patch point whether it is live in this process, missing, or its module not loaded."""
-    found = {}
-    for point in POINTS:
-        module = sys.modules.get(point.module)
-        live = is_applied(getattr(module, point.attribute, None))
-        found[f"{point.module}.{point.attribute}"] = "live" if live else "missing" if module else "not loaded"
-    return found
-
-
 def _warn_missing(point: PatchPoint) -> None:
     handoff.warn_once(f"this LLaMA-Factory has no {point.module}.{point.attribute}; what hooks in there is not active")
 
