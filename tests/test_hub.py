@@ -36,6 +36,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         page = PAGES.get(self.path)
+        if "closed" in self.path and self.headers["Authorization"] == "Bearer secret":
+            page = CONFIG
         self.send_response(200 if page is not None else 401 if "closed" in self.path else 404)
         self.end_headers()
         if page is not None:
@@ -134,6 +136,20 @@ def test_modelscope(endpoint: str, tmp_path: Path) -> None:
 def test_a_model_that_the_hub_does_not_give(endpoint: str, tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         hub.find(name, environ={"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize("place", ["variable", "path", "home"])
+def test_a_model_that_needs_a_token(endpoint: str, tmp_path: Path, place: str) -> None:
+    file = tmp_path / "token"
+    environ = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "elsewhere")}
+    environ |= {
+        "variable": {"HF_TOKEN": "secret"},
+        "path": {"HF_TOKEN_PATH": str(file)},
+        "home": {"HF_HOME": str(tmp_path)},
+    }[place]
+    file.write_text("secret\n")
+    source = hub.find("someone/closed", environ=environ)
+    assert source.config == CONFIG
 
 
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:

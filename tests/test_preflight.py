@@ -108,9 +108,9 @@ def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch:
     given = {"model_name_or_path": model, "cutoff_len": 2048}
     result = preflight.check(given)
     assert (result.verdict.word, result.device) == ("will_not_fit", cards[1])
-    assert preflight.check(given, device_index=0).verdict.word == "fits"
-    assert preflight.check(given, num_gpus=1).devices == cards[:1]
-    for wrong in ({"device_index": 2}, {"num_gpus": 3}, {"num_gpus": 0}):
+    assert preflight.check(given, device=0).verdict.word == "fits"
+    assert preflight.check(given, gpus=1).devices == cards[:1]
+    for wrong in ({"device": 2}, {"gpus": 3}, {"gpus": 0}, {"device": 0, "gpu": "24GiB"}):
         with pytest.raises(UserError):
             preflight.check(given, **wrong)
 
@@ -173,7 +173,7 @@ def test_deepspeed_on_one_gpu_needs_torchrun(model: str, monkeypatch: pytest.Mon
     assert "deepspeed-needs-torchrun" in ids(result.findings)
     assert result.exit_code == 2
     assert "FORCE_TORCHRUN=1" in " ".join(report.text(result).split())
-    assert "deepspeed-needs-torchrun" not in ids(preflight.check(given, gpu="24GiB", num_gpus=2).findings)
+    assert "deepspeed-needs-torchrun" not in ids(preflight.check(given, gpu="24GiB", gpus=2).findings)
     monkeypatch.setenv("FORCE_TORCHRUN", "1")
     assert preflight.check(given, gpu="24GiB").exit_code == 0
 

@@ -81,8 +81,8 @@ def _preflight(argv: Sequence[str]) -> int:
                 overrides=overrides,
                 gpu=options.gpu,
                 free=options.free,
-                device_index=options.device,
-                num_gpus=options.gpus,
+                device=options.device,
+                gpus=options.gpus,
                 host_ram=options.host_ram,
             )
         except UserError as error:

@@ -91,11 +91,17 @@ def _local(folder: Path) -> dict[str, Any]:
     return loaded
 
 
+def huggingface_home(environ: Mapping[str, str]) -> Path:
+    """The folder that huggingface_hub keeps everything in."""
+    return Path(
+        environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    ).expanduser()
+
+
 def huggingface_cache(cache_dir: str | None, environ: Mapping[str, str] | None = None) -> Path:
     """The folder that huggingface_hub downloads into."""
     env = os.environ if environ is None else environ
-    home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
-    return Path(cache_dir or env.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    return Path(cache_dir or env.get("HF_HUB_CACHE") or huggingface_home(env) / "hub").expanduser()
 
 
 def _huggingface_snapshot(cache: Path, name: str, revision: str) -> Path | None:
@@ -124,7 +130,7 @@ def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
 
 def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
     endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    token = env.get("HF_TOKEN")
+    token = _token(env)
     config = _get(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json", name, token)
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
@@ -149,6 +155,17 @@ def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, st
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
     return ModelSource(config=config, place=endpoint, download_bytes=size, cache_dir=cache)
+
+
+def _token(env: Mapping[str, str]) -> str | None:
+    """What huggingface_hub would use: the variable, or what `hf auth login` stored."""
+    if env.get("HF_TOKEN"):
+        return env["HF_TOKEN"].strip()
+    file = Path(env.get("HF_TOKEN_PATH") or huggingface_home(env) / "token").expanduser()
+    try:
+        return file.read_text(encoding="utf-8").strip() or None
+    except OSError:
+        return None
 
 
 def _weights(files: list[tuple[str, int]]) -> int | None:

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, device, findings, host, hub, memory, paths, report, verdict
+from llamafactory_preflight import arguments, findings, host, hub, memory, paths, report, verdict
+from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.model_shape import ModelShape
@@ -31,8 +32,8 @@ def check(
     overrides: Sequence[str] = (),
     gpu: str | None = None,
     free: str | None = None,
-    device_index: int | None = None,
-    num_gpus: int | None = None,
+    device: int | None = None,
+    gpus: int | None = None,
     host_ram: str | None = None,
 ) -> Result:
     """Tells what a training run will take and whether it fits, without loading anything.
@@ -43,8 +44,8 @@ def check(
         gpu: A card to plan for: its total memory as torch reports it (`24GiB`; GB and GiB both mean GiB), or a name
             such as `rtx4090`. The CUDA context is subtracted.
         free: What the allocator may use on that card, context already left out (`21.5GiB`).
-        device_index: Which visible GPU to look at; by default all, and the one with the least free memory decides.
-        num_gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
+        device: Which visible GPU to look at; by default all, and the one with the least free memory decides.
+        gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
         host_ram: Main memory to plan for (`64GiB`); by default what is available here.
 
     Returns:
@@ -57,8 +58,8 @@ def check(
     given = dict(source) if isinstance(source, Mapping) else arguments.read(_path(source), overrides)
     if isinstance(source, Mapping) and overrides:
         raise UserError("Overrides go with a file, not with a mapping")
-    planned = device.planned(gpu=gpu, free=free)
-    devices = _devices(planned, device_index=device_index, num_gpus=num_gpus)
+    planned = cards.planned(gpu=gpu, free=free)
+    devices = _devices(planned, device=device, gpus=gpus)
     beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
     result = examine(
         given,
@@ -96,7 +97,7 @@ def examine(
     )
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices
-    decisive = None if on_cpu else device.smallest(devices)
+    decisive = None if on_cpu else cards.smallest(devices)
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
     found: list[Finding] = []
@@ -150,12 +151,12 @@ def guard_train(given: Mapping[str, Any] | Sequence[str], *, stage: Literal["lau
     by_name = given if isinstance(given, Mapping) else arguments.read(list(given))
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
     origin = command[0] if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else "the arguments"
-    planned = device.planned(gpu=settings.gpu, where=GPU_VARIABLE)
+    planned = cards.planned(gpu=settings.gpu, where=GPU_VARIABLE)
     result = examine(
         by_name,
         origin=origin,
         beside=Path(origin).resolve().parent if origin != "the arguments" else None,
-        devices=_devices(planned, device_index=None, num_gpus=None),
+        devices=_devices(planned, device=None, gpus=None),
         host_budget_bytes=host.available_bytes(),
     )
     print(report.text(result), file=sys.stderr, flush=True)
@@ -201,22 +202,26 @@ def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
 
 
-def _devices(planned: Device | None, *, device_index: int | None, num_gpus: int | None) -> tuple[Device, ...]:
-    if num_gpus is not None and num_gpus < 1:
-        raise UserError(f"--gpus {num_gpus} leaves no GPU", next_step="Give 1 or more")
+def _devices(planned: Device | None, *, device: int | None, gpus: int | None) -> tuple[Device, ...]:
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus {gpus} leaves no GPU", next_step="Give 1 or more")
+    if planned is not None and device is not None:
+        raise UserError(
+            "--device picks a GPU of this machine, and --gpu or --free describes another", next_step="Give one"
+        )
     if planned is not None:
-        return tuple(replace(planned, index=index) for index in range(num_gpus or 1))
-    seen = device.visible()
-    if device_index is not None:
-        if not 0 <= device_index < len(seen):
-            raise UserError(f"--device {device_index} does not exist; {len(seen)} GPUs are visible")
-        return (seen[device_index],)
-    if num_gpus is not None and seen:
-        if num_gpus > len(seen):
+        return tuple(replace(planned, index=index) for index in range(gpus or 1))
+    seen = cards.visible()
+    if device is not None:
+        if not 0 <= device < len(seen):
+            raise UserError(f"--device {device} does not exist; {len(seen)} GPUs are visible")
+        return (seen[device],)
+    if gpus is not None and seen:
+        if gpus > len(seen):
             raise UserError(
-                f"--gpus {num_gpus} asks for more than the {len(seen)} visible", next_step="Describe them with --gpu"
+                f"--gpus {gpus} asks for more than the {len(seen)} visible", next_step="Describe them with --gpu"
             )
-        return seen[:num_gpus]
+        return seen[:gpus]
     return seen
 
 

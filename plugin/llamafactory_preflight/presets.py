@@ -14,6 +14,9 @@ from llamafactory_preflight import arguments, paths
 from llamafactory_preflight.errors import UserError
 
 
+ANY = "any"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preset:
     """One YAML file of the pack.
@@ -89,12 +92,12 @@ def _folder() -> Path:
 def _load(file: Path) -> Preset:
     match = re.match(r"(\d+)gb_", file.name)
     return Preset(
-        name=file.stem, file=file, tier=f"{match.group(1)} GB" if match else "any", arguments=arguments.read(file)
+        name=file.stem, file=file, tier=f"{match.group(1)} GB" if match else ANY, arguments=arguments.read(file)
     )
 
 
 def _order(preset: Preset) -> int:
-    return int(preset.tier.split()[0]) if preset.tier != "any" else 0
+    return int(preset.tier.split()[0]) if preset.tier != ANY else 0
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
