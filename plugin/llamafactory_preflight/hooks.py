@@ -6,6 +6,7 @@ Every hook fails open: whatever goes wrong in here is one line on standard error
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         _run_own_subcommand()  # `python -m llamafactory.cli` comes here without passing the `main` that we wrapped
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
-            _fail_open(lambda: _check(arguments, "launcher"), None)
+            _fail_open(functools.partial(_check, arguments, "launcher"), None)
         result = original(*args, **kwargs)
         if command in ("", "help"):
             print(USAGE)
@@ -153,6 +154,8 @@ def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
 
 def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
     """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
+    collects = gc.isenabled()
+    gc.disable()  # torch has made so many objects that one collection takes longer than the step
     try:
         from llamafactory_preflight.errors import UserError
         from llamafactory_preflight.settings import Settings
@@ -165,4 +168,7 @@ def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         handoff.warn_once(f"a step failed and is left out ({reason})")
+    finally:
+        if collects:
+            gc.enable()
     return otherwise
