@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from llamafactory_preflight.simulate.card import with_index
+
 _T = torch.Tensor
 
 LOWER_PRECISION = frozenset(
@@ -52,6 +54,8 @@ class CudaAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _T.to and len(args) > 1 and isinstance(args[1], str | torch.device):
+            args = (args[0], with_index(args[1]), *args[2:])
         if torch.is_autocast_enabled("cuda"):
             if func in LOWER_PRECISION:
                 args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))

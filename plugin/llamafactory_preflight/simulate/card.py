@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 CARD = torch.device("cuda:0")
 _META = torch.device("meta")
+_ONE = {True: 1.0, False: 1}
 _make_subclass = torch.Tensor._make_subclass
 
 
@@ -27,6 +28,8 @@ class CardMode(FakeTensorMode):
     question and one without it raises. So the native side is told `meta`, and Python code, which is what decides what
     gets allocated, reads `cuda`. Two things follow. Autograd's own factory calls ask for `meta` and mean the card; and
     `.to("cuda")` of a tensor that is there already reaches us, where PyTorch would have returned the tensor itself.
+
+    A value that is read back, such as a count of labels, is 1; no two tensors are equal.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,10 @@ class CardMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return _ONE[args[0].dtype.is_floating_point]
+        if func is torch.ops.aten.equal.default:
+            return False
         kwargs = dict(kwargs or {})
         device = kwargs.get("device")
         if device == _META:
@@ -52,6 +59,11 @@ class CardMode(FakeTensorMode):
         if func is torch.ops.aten._to_copy.default and device is not None and _is_already(args[0], kwargs):
             func, kwargs = torch.ops.aten.alias.default, {}
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def with_index(value: Any) -> Any:
+    """Returns `value` with `cuda` spelled out as the card; PyTorch asks the driver which one is meant otherwise."""
+    return CARD if value in ("cuda", torch.device("cuda")) else value
 
 
 def _is_already(tensor: torch.Tensor, wanted: dict[str, Any]) -> bool:
@@ -71,6 +83,7 @@ def cuda_properties(*, multi_processors: int = 132, capability: tuple[int, int] 
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),
         mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+        mock.patch("torch.cuda.synchronize"),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
     ):
         yield

@@ -95,13 +95,15 @@ def trace(run: RunDescription, config: Any, *, ends: int) -> Any:
             _apply_liger(run, config)
         network, _ = model.skeleton(config, model_arguments(run))
         tracker = StorageTracker(vocab_size=text.vocab_size, replacements=kernels.replacements())
-        for context in (card.cuda_properties(), kernels.cuda_kernels(casting), optimizer.on_paper(), card.CardMode(), tracker, casting):
+        for context in (card.cuda_properties(), kernels.cuda_kernels(casting), optimizer.on_paper(run), card.CardMode(), tracker, casting):
             stack.enter_context(context)
         tracker.stretch("load/load")
         tracker.allocating("weights")
         model.put_on_card(network)
         tracker.allocating("adapters" if run.finetuning_type in ("lora", "oft") else "weights")
         network = model.prepare(network, config, run)
+        tracker.stretch("load/ready")
+        tracker.stretch("forward_backward/start")
         tracker.allocating("buffers")
         workspaces = [torch.empty(CUBLAS_WORKSPACE, dtype=torch.uint8, device=card.CARD) for _ in range(2)]
         tracker.allocating("activations")

@@ -7,6 +7,7 @@ runs through PyTorch's own fake kernels.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -61,9 +62,32 @@ def gemm_4bit(
     return aten.linear.default(inputs, weight, bias)  # type: ignore[no-any-return]
 
 
+def sum_of_gradients(first: torch.Tensor, second: Any, **kwargs: Any) -> Any:
+    """Autograd's sum of two gradients of one tensor: in place in the one that nobody else holds, if there is one.
+
+    `can_accumulate_inplace` denies that to every tensor subclass, so fake tensors would sum into a third tensor. That
+    is a whole vocabulary matrix where the embedding is tied to the head.
+    """
+    engine = sys._getframe(2).f_code.co_name == "_engine_run_backward"
+    if not engine or torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
+        return NotImplemented
+    if _held_by_engine_only(first):
+        return first.add_(second)
+    return second.add_(first) if _held_by_engine_only(second) else NotImplemented
+
+
+def _held_by_engine_only(tensor: torch.Tensor) -> bool:
+    """One reference of the engine's, and three that the dispatch to Python itself takes."""
+    storage = tensor.untyped_storage()
+    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(storage._cdata) == 1  # type: ignore[attr-defined]
+
+
 def replacements() -> Mapping[Any, Any]:
     """Operator to replacement, for the libraries that are installed."""
-    table: dict[Any, Any] = {aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward}
+    table: dict[Any, Any] = {
+        aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
+        aten.add.Tensor: sum_of_gradients,
+    }
     bnb = getattr(torch.ops, "bitsandbytes", None)
     if bnb is not None and hasattr(bnb, "gemm_4bit"):
         table[bnb.gemm_4bit.default] = gemm_4bit
@@ -99,8 +123,8 @@ def attention_on_cuda(autocast: CudaAutocast) -> Any:
             key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         if attn_mask is not None and attn_mask.dtype == torch.bool:  # convert_boolean_attn_mask
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(attn_mask.logical_not(), -math.inf)
-        if attn_mask is not None:  # the kernel wants rows that are multiples of 16 bytes
-            pad = -attn_mask.shape[-1] % 16
+        if attn_mask is not None:  # `pad_bias`: the kernel reads eight elements at once
+            pad = -attn_mask.shape[-1] % 8
             if pad:
                 attn_mask = torch.nn.functional.pad(attn_mask, (0, pad))[..., : attn_mask.shape[-1]]
             attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])

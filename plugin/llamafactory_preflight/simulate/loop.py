@@ -67,8 +67,7 @@ def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int)
     for index, layer in enumerate(layers):
 
         def entered(*_: Any, name: str = position(index)) -> None:
-            if _phase(tracker) == "forward":
-                _cut(tracker, name)
+            _cut(tracker, name)  # in the backward pass, this is the recomputation of a checkpointed layer
 
         def left(_: Any, __: Any, output: Any, name: str = position(index), last: bool = index == count - 1) -> None:
             if last and _phase(tracker) == "forward":
@@ -112,7 +111,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescriptio
             tracker.stretch(f"{name}/forward/embedding")
             loss = model(**batch, num_items_in_batch=num_items)["loss"]
             tracker.stretch(f"{name}/backward/head")
-            (loss if scaler is None else loss * scaler).backward()
+            torch.autograd.backward(loss if scaler is None else loss * scaler)  # `Tensor.backward` would hide the modes
             total += loss.detach()
             tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
         tracker.stretch(f"optimizer_step/{step}")

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.arguments import finetuning_arguments, training_arguments
 
@@ -50,15 +51,23 @@ def _keep_embeddings_in_32_bit(model: nn.Module) -> None:
             manager.register_module_override(module, "weight", {"optim_bits": 32})
 
 
+def needs_bitsandbytes(run: RunDescription) -> bool:
+    """Says whether a run uses any of bitsandbytes, whose import takes seconds."""
+    name = run.optim or ""
+    return run.quantization_bit is not None or "8bit" in name or "paged" in name or "bnb" in name
+
+
 @contextmanager
-def on_paper() -> Iterator[None]:
+def on_paper(run: RunDescription) -> Iterator[None]:
     """Lets bitsandbytes' optimizers run without its CUDA library, and forgets what they cache in the process."""
+    if not needs_bitsandbytes(run):
+        yield
+        return
     try:
         import bitsandbytes
         from bitsandbytes.optim.optimizer import Optimizer8bit
     except ImportError:
-        yield
-        return
+        raise Unmodelled("a run that uses bitsandbytes can only be simulated where it is installed") from None
 
     def state_buffer(self: Any, parameter: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         paged = self.is_paged and parameter.numel() >= PAGED_FROM

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.simulate.card import CARD
 
 
@@ -15,10 +14,6 @@ def replace_linear_layers(model: nn.Module, settings: Any) -> Any:
     """Lets transformers' quantizer swap the linear layers of a model without storage; returns it, or None."""
     if settings is None:
         return None
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        raise Unmodelled("a quantized run can only be simulated where bitsandbytes is installed") from None
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(settings)

@@ -50,7 +50,7 @@ class StorageTracker(TorchDispatchMode):
         device_type: Storages elsewhere are ignored.
         vocab_size: Tensors whose last dimension is this are filed as logits.
         replacements: Operators whose CUDA kernel allocates scratch that no fake kernel shows, and a function that
-            allocates it and returns the operator's result.
+            allocates it and returns the operator's result, or NotImplemented to let the operator run.
     """
 
     def __init__(
@@ -76,7 +76,9 @@ class StorageTracker(TorchDispatchMode):
         replacement = self._replacements.get(func)
         if replacement is not None:
             with self:  # its own allocations count as well
-                return replacement(*args, **(kwargs or {}))
+                result = replacement(*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         result = func(*args, **(kwargs or {}))
         for leaf in (result,) if isinstance(result, torch.Tensor) else tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.device.type == self._device_type:
