@@ -78,8 +78,9 @@ def sum_of_gradients(first: torch.Tensor, second: Any, **kwargs: Any) -> Any:
 
 def _held_by_engine_only(tensor: torch.Tensor) -> bool:
     """One reference of the engine's, and three that the dispatch to Python itself takes."""
-    storage = tensor.untyped_storage()
-    return tensor._use_count() <= 4 and torch._C._storage_Use_Count(storage._cdata) == 1  # type: ignore[attr-defined]
+    # Not by way of a variable: a Python object of the storage would count as a second holder.
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    return tensor._use_count() <= 4 and holders == 1  # type: ignore[attr-defined]
 
 
 def replacements() -> Mapping[Any, Any]:
