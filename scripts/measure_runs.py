@@ -233,6 +233,19 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: floa
     print(f"left: {[case['id'] for case in todo]}, still running: {[case['id'] for case in running.values()]}")
 
 
+def _import_all_but_llamafactory() -> None:
+    """Imports what takes long, once for all cases.
+
+    LLaMA-Factory itself is imported in each case: it starts CUDA, which no fork survives, and mends TRL before it imports it.
+    """
+    import datasets  # noqa: F401
+    import peft  # noqa: F401
+    import torch
+    import transformers.trainer_seq2seq  # noqa: F401
+
+    assert not torch.cuda.is_initialized()
+
+
 def main() -> None:
     """Reads the cases, writes the models and runs everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -243,15 +256,12 @@ def main() -> None:
     parser.add_argument("--card-gib", type=float, default=132)
     options = parser.parse_args()
     plan = json.loads(options.cases.read_text())
-    import llamafactory.train.tuner  # noqa: F401
-
+    _import_all_but_llamafactory()
     used = {case["model"] for case in plan["cases"]}
     for name, config in plan["models"].items():
         if name in used:
             write_model(name, config)
-    run_all(
-        plan["cases"], options.out, jobs=options.jobs, deadline=options.deadline, card_gib=options.card_gib
-    )
+    run_all(plan["cases"], options.out, jobs=options.jobs, deadline=options.deadline, card_gib=options.card_gib)
     for line in options.out.read_text().splitlines():
         row = json.loads(line)
         fault = (row.get("out_of_memory") or row.get("error") or "").strip().splitlines()

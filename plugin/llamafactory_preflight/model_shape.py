@@ -70,6 +70,7 @@ class ModelShape:
     mlp_bias: bool
     dtype: str
     max_position_embeddings: int
+    sliding_window: int | None = None
     moe: MoeShape | None = None
     quantization_method: str | None = None
     quantization_bits: int | None = None
@@ -120,10 +121,17 @@ class ModelShape:
             mlp_bias=bool(config.get("mlp_bias", False)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             max_position_embeddings=config.get("max_position_embeddings") or 0,
+            sliding_window=_sliding_window(config),
             moe=_moe(config) if family.moe else None,
             quantization_method=quantization.get("quant_method"),
             quantization_bits=quantization.get("bits"),
         )
+
+
+def _sliding_window(config: Mapping[str, Any]) -> int | None:
+    """The window of those layers that have one; a config may name a window and say that it is not used."""
+    window = config.get("sliding_window")
+    return window if isinstance(window, int) and config.get("use_sliding_window", True) else None
 
 
 def _moe(config: Mapping[str, Any]) -> MoeShape:

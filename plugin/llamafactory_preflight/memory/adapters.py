@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory import dtypes, norms
 from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32, INT8
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
@@ -50,7 +50,7 @@ class Linear:
             return ops.linear(x, self.weight)
         if self.quantization.bits == 4:
             return self._matmul_4bit(ops, x, self.quantization.compute_dtype)
-        return self._matmul_8bit(ops, x, self.quantization.compute_dtype)
+        return self._matmul_8bit(ops, x)
 
     def _lora(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
         """peft.tuners.lora.layer.Linear: the input is cast to the adapter's type whatever autocast does next."""
@@ -80,26 +80,22 @@ class Linear:
         return ops.cast(ops.add(result, update), dtype)
 
     def _dora(self, ops: Ops, x: Tensor, result: Tensor, lora: Lora, magnitude: Weight) -> Tensor:
-        """peft.tuners.lora.dora: builds the full update once a call to norm its rows, outside of the graph."""
+        """peft.tuners.lora.dora: builds the full update in each call to norm its rows, and holds all of it until it returns."""
         numel = self.weight.numel
         eye = ops.empty(self.weight.width**2, x.dtype, "buffers")
         update = ops.linear(ops.linear(eye, lora.a), lora.b, "buffers")
-        del eye
-        weight = ops.empty(numel, x.dtype, "buffers")
-        scaled = ops.empty(numel, x.dtype, "buffers")
-        summed = ops.empty(numel, dtypes.promote(x.dtype, FLOAT32), "buffers")
-        del scaled, update, weight, summed
+        frozen = ops.empty(numel, x.dtype, "buffers") if x.dtype != self.weight.dtype else None
+        scaled = ops.empty(numel, update.dtype, "buffers")
+        summed = ops.empty(numel, dtypes.promote(x.dtype, update.dtype), "buffers")
+        del scaled, summed
         low_rank = ops.linear(ops.linear(x, lora.a), lora.b)
-        scaled_base = self._by_magnitude(ops, result, magnitude)
-        scaled_update = ops.scale(self._by_magnitude(ops, low_rank, magnitude))
-        return ops.add(scaled_base, scaled_update)
-
-    def _by_magnitude(self, ops: Ops, x: Tensor, magnitude: Weight) -> Tensor:
-        return ops.mul_weight(x, magnitude)
+        out = ops.add(norms.mul_weight(ops, result, magnitude), ops.scale(norms.mul_weight(ops, low_rank, magnitude)))
+        del eye, update, frozen
+        return out
 
     def _matmul_4bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
         """bitsandbytes.matmul_4bit: the whole weight is brought back to 16 bit for the product, forward and backward."""
-        numel = self.weight.numel
+        numel, given = self.weight.numel, x.dtype
         x = ops.cast(x, dtype)
         dequantized = ops.empty(numel, dtype, "buffers")
         out = ops.empty(x.numel // self.weight.width * (numel // self.weight.width), dtype)
@@ -107,18 +103,17 @@ class Linear:
         size = x.numel * dtypes.size(dtype)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dequantized = Storage(ops.ledger, numel * dtypes.size(dtype), "buffers")
-            dx = Storage(ops.ledger, size, "activations")
+            dequantized = ops.storage(numel * dtypes.size(dtype), "buffers")
+            dx = ops.storage(size)
             del dequantized
             return (dx,)
 
-        return ops.link(out, (x,), (self.weight.storage,), backward)
+        return ops.cast(ops.link(out, (x,), (self.weight.storage,), backward), given)
 
-    def _matmul_8bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
+    def _matmul_8bit(self, ops: Ops, x: Tensor) -> Tensor:
         """bitsandbytes.MatMul8bitLt: keeps its input on the function itself, so it lives as long as the graph does."""
         numel = self.weight.numel
-        rows = x.numel // self.weight.width
-        x = ops.cast(x, dtype)
+        rows, dtype = x.numel // self.weight.width, x.dtype
         quantized = ops.empty(x.numel, INT8)
         half = ops.empty(x.numel, FLOAT16) if dtype != FLOAT16 else None
         magnitudes = ops.empty(x.numel, FLOAT16)
@@ -128,12 +123,12 @@ class Linear:
         half_product = ops.empty(product.numel, FLOAT16)
         out = ops.empty(product.numel, dtype)
         del quantized, product, half_product
-        size, kept = x.numel * dtypes.size(dtype), x.storage
+        size, kept = x.nbytes, x.storage
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             assert kept is not None
-            dequantized = Storage(ops.ledger, numel * dtypes.size(dtype), "buffers")
-            dx = Storage(ops.ledger, size, "activations")
+            dequantized = ops.storage(numel * dtypes.size(dtype), "buffers")
+            dx = ops.storage(size)
             del dequantized
             return (dx,)
 

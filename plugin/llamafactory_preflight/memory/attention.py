@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32
+from llamafactory_preflight.memory.dtypes import BOOL, FLOAT16, FLOAT32
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
+
 FLASH_BLOCK = 128
-BIAS_ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,11 +60,11 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
     grouped = call.num_heads != call.num_key_value_heads
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        dq, dk, dv = (Storage(ops.ledger, n, "activations") for n in (size, key_size, key_size))
+        dq, dk, dv = (ops.storage(n) for n in (size, key_size, key_size))
         scratch = [Storage(ops.ledger, padded_rows * dtypes.size(FLOAT32), "activations")]
         scratch.append(Storage(ops.ledger, padded_rows * head_rounded * dtypes.size(FLOAT32), "activations"))
         if grouped:
-            scratch += [Storage(ops.ledger, size, "activations") for _ in range(2)]
+            scratch += [ops.storage(size) for _ in range(2)]
         del scratch
         return (dq, dk, dv)
 
@@ -74,14 +74,14 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
     """The memory-efficient kernel, which torch takes when there is a mask: keys and values are repeated for it first."""
     k, v = (repeat(ops, x, call) for x in (k, v))
-    mask = _as_bias(ops, mask, q, call)
+    mask = _as_bias(ops, mask, q)
     q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
     out = ops.empty(q.numel, q.dtype)
     row_sums = ops.empty(call.rows, FLOAT32)
     size = q.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        gradients = tuple(Storage(ops.ledger, size, "activations") for _ in range(3))
+        gradients = tuple(ops.storage(size) for _ in range(3))
         scratch = Storage(ops.ledger, call.rows * dtypes.size(FLOAT32), "activations")
         del scratch
         return gradients
@@ -90,18 +90,13 @@ def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: Att
     return ops.link(out, (q, k, v), saved, backward)
 
 
-def _as_bias(ops: Ops, mask: Tensor, q: Tensor, call: AttentionCall) -> Tensor:
-    """A boolean mask becomes a bias in the queries' type; rows that are no multiple of 16 are padded, in a copy."""
-    rows = mask.numel // call.length
-    if mask.dtype == BOOL:
-        mask = ops.empty(mask.numel, ops.lower_dtype(q.dtype))
-    if call.length % BIAS_ALIGNMENT == 0:
-        return mask
-    return ops.empty(rows * (-(-call.length // BIAS_ALIGNMENT) * BIAS_ALIGNMENT), mask.dtype)
+def _as_bias(ops: Ops, mask: Tensor, q: Tensor) -> Tensor:
+    """A boolean mask becomes a bias in the queries' type."""
+    return ops.empty(mask.numel, ops.lower_dtype(q.dtype)) if mask.dtype == BOOL else mask
 
 
 def eager(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
-    """transformers' eager_attention_forward: the score matrix is written out four times."""
+    """Transformers' eager_attention_forward: the score matrix is written out four times."""
     k, v = repeat(ops, k, call), repeat(ops, v, call)
     scores = matmul(ops, q, k, call.scores)
     scores = ops.scale(scores)
@@ -118,7 +113,7 @@ def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:
         return x
     out = ops.empty(call.query_size, x.dtype)
     size = x.nbytes
-    return ops.link(out, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+    return ops.link(out, (x,), (), lambda grad, saved: (ops.storage(size),))
 
 
 def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
@@ -128,17 +123,18 @@ def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
     sizes = a.nbytes, b.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        return tuple(Storage(ops.ledger, size, "activations") for size in sizes)
+        return tuple(ops.storage(size) for size in sizes)
 
     return ops.link(out, (a, b), (b.storage, a.storage), backward)
 
 
 def softmax(ops: Ops, x: Tensor) -> Tensor:
-    """F.softmax(dtype=float32): saves its output."""
+    """F.softmax(dtype=float32): saves its output; only for float16 is the cast part of the kernel."""
+    x = x if x.dtype == FLOAT16 else ops.cast(x, FLOAT32)
     out = ops.empty(x.numel, FLOAT32)
     size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        return (Storage(ops.ledger, size, "activations"),)
+        return (ops.storage(size),)
 
     return ops.link(out, (x,), (out.storage,), backward)

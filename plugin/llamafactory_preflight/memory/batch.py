@@ -20,12 +20,14 @@ class Batch:
         mask: `none`, `boolean` (made by transformers from a padded batch) or `additive` (made by LLaMA-Factory's neat
             packing, or by transformers for eager attention).
         positions: Position ids come with every sequence instead of once.
+        prefetched: Micro-batches on the card at once: the Trainer fetches those of a whole step to count their tokens.
     """
 
     sequences: int
     length: int
     mask: str
     positions: bool
+    prefetched: int = 1
 
     @property
     def tokens(self) -> int:
@@ -56,7 +58,13 @@ def training_batch(run: RunDescription, length: int | None = None) -> Batch:
     elif packed and run.stage != "pt" and attention_kernel(run) == "sdpa":
         mask = "boolean"
     sequences = run.per_device_train_batch_size * (2 if run.stage in PAIRED_STAGES else 1)
-    return Batch(sequences=sequences, length=padded, mask=mask, positions=packed and run.stage != "pt")
+    return Batch(
+        sequences=sequences,
+        length=padded,
+        mask=mask,
+        positions=packed and run.stage != "pt",
+        prefetched=run.gradient_accumulation_steps,
+    )
 
 
 def evaluation_batch(run: RunDescription) -> Batch:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Quantization
-from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
+from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
@@ -60,11 +60,14 @@ class Builder:
         shape: The model.
         ops: The operations, with the ledger.
         fresh_gradients: Gradients are made anew in each micro-step (no accumulation), so the ledger sees them grow.
+        first_step: No optimizer states exist, and kernels are tuned.
     """
 
-    def __init__(self, run: RunDescription, shape: ModelShape, ops: Ops, *, fresh_gradients: bool) -> None:
+    def __init__(
+        self, run: RunDescription, shape: ModelShape, ops: Ops, *, fresh_gradients: bool, first_step: bool = False
+    ) -> None:
         self.run, self.shape, self.ops = run, shape, ops
-        self.fresh_gradients = fresh_gradients
+        self.fresh_gradients, self.first_step = fresh_gradients, first_step
         self.precision = precision(run, shape)
         self.kernels = Kernels(
             liger=run.enable_liger_kernel, attention=attention_kernel(run), wide_norm=shape.family.wide_norm
@@ -85,7 +88,9 @@ class Builder:
         """The model that preferences are measured against: the base without its adapters, or a second copy."""
         builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
         builder.targets = {}
-        segment = builder._segment(builder._inputs(batch, hidden=self.precision.loaded), self.shape.num_layers, trained=False)
+        segment = builder._segment(
+            builder._inputs(batch, hidden=self.precision.loaded), self.shape.num_layers, trained=False
+        )
         return builder._model([segment], (False,) * 3, kind="off", liger_loss=False)
 
     def value_head(self) -> Weight:
@@ -137,19 +142,27 @@ class Builder:
             input_requires_grad=bool(self.targets) and kind != "off",
             liger_loss=liger_loss,
             converts_outputs=self.precision.autocast is not None,
+            noise=bool(self.run.neftune_noise_alpha),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
         )
+
+    def _mask_kind(self, batch: Batch) -> str:
+        """A sequence longer than the window gets a mask in the layers that have one (all are taken to have it)."""
+        window = self.shape.sliding_window
+        sliding = window is not None and batch.length > window and self.kernels.attention == "sdpa"
+        return "boolean" if sliding and batch.mask == "none" else batch.mask
 
     def _inputs(self, batch: Batch, *, hidden: int) -> Inputs:
         """Rotary tables, mask and ids of one micro-batch."""
         shape, ops = self.shape, self.ops
         angles = (batch.sequences if batch.positions else 1) * batch.length * shape.head_dim
         numel = batch.sequences * batch.length**2
+        waiting = numel * (batch.prefetched - 1) if batch.mask == "additive" and self.run.neat_packing else 0
         mask = {
             "none": None,
             "boolean": (numel, BOOL),
             "additive": (numel if self.run.neat_packing else batch.length**2, self.precision.compute),
-        }[batch.mask]
+        }[self._mask_kind(batch)]
         return Inputs(
             call=AttentionCall(
                 batch=batch.sequences,
@@ -161,7 +174,8 @@ class Builder:
             cos=ops.empty(angles, hidden),
             sin=ops.empty(angles, hidden),
             mask=ops.empty(*mask) if mask is not None else None,
-            ids=ops.empty(ID_TENSORS * batch.tokens, INT64),
+            waiting_masks=ops.empty(waiting, self.precision.compute),
+            ids=ops.empty(ID_TENSORS * batch.tokens * batch.prefetched, INT64),
         )
 
     def leaf(self) -> Leaf:
@@ -202,6 +216,7 @@ class Builder:
             per_token=moe.num_experts_per_token,
             intermediate_size=moe.intermediate_size,
             liger=self.kernels.liger,
+            tunes=self.first_step,
         )
 
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:

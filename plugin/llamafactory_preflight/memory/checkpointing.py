@@ -7,6 +7,7 @@ from collections.abc import Callable
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Node, Storage, Tensor, run_backward
 
+
 Layer = Callable[[Ops, Tensor], Tensor]
 
 
@@ -21,7 +22,7 @@ def reentrant(ops: Ops, layer: Layer, x: Tensor, *, on_host: bool = False) -> Te
     numel, dtype, nbytes = x.numel, x.dtype, x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        storage = Storage(ops.ledger, nbytes, "activations") if on_host else saved[0]
+        storage = ops.storage(nbytes) if on_host else saved[0]
         leaf = Leaf()
         with ops.enable_grad(), ops.autocast():
             again = layer(ops, Tensor(numel, dtype, storage, leaf))

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import attention
+from llamafactory_preflight.memory import attention, norms
 from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
-from llamafactory_preflight.memory.paper import Storage, Tensor
+from llamafactory_preflight.memory.paper import Tensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +32,7 @@ class Inputs:
     cos: Tensor
     sin: Tensor
     mask: Tensor | None
+    waiting_masks: Tensor
     ids: Tensor
 
 
@@ -57,8 +58,8 @@ class DecoderLayer:
     def norm_with(self, ops: Ops, x: Tensor, weight: Weight) -> Tensor:
         """RMSNorm with a given weight."""
         if self.kernels.liger:
-            return ops.liger_rms_norm(x, weight, in_place=not self.kernels.wide_norm)
-        return ops.wide_rms_norm(x, weight) if self.kernels.wide_norm else ops.rms_norm(x, weight)
+            return norms.liger_rms_norm(ops, x, weight, in_place=not self.kernels.wide_norm)
+        return norms.wide_rms_norm(ops, x, weight) if self.kernels.wide_norm else norms.rms_norm(ops, x, weight)
 
     def _attention_block(self, ops: Ops, x: Tensor) -> Tensor:
         hidden = self.norm(ops, x, "input_layernorm")
@@ -94,7 +95,7 @@ class DecoderLayer:
         half = ops.empty(x.numel, x.dtype)
         del negated
         size = x.nbytes
-        half = ops.link(half, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+        half = ops.link(half, (x,), (), lambda grad, saved: (ops.storage(size),))
         turned = ops.mul_constant(half, self.inputs.sin)
         del half
         return ops.add(direct, turned)
@@ -116,6 +117,6 @@ class DecoderLayer:
     def _gated(self, ops: Ops, hidden: Tensor) -> Tensor:
         gate = self.linears["gate_proj"](ops, hidden)
         if self.kernels.liger:
-            return ops.liger_silu_mul(gate, self.linears["up_proj"](ops, hidden))
+            return norms.liger_silu_mul(ops, gate, self.linears["up_proj"](ops, hidden))
         gate = ops.unary(gate)
         return ops.mul(gate, self.linears["up_proj"](ops, hidden))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+
 INT8 = 1
 BOOL = 1 | 16
 BFLOAT16 = 2

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.memory import optimizers, statics
-from llamafactory_preflight.memory import dtypes, preference, step
+from llamafactory_preflight.memory import dtypes, optimizers, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import Builder, precision
 from llamafactory_preflight.memory.ops import Ops
@@ -152,23 +151,31 @@ class _Estimator:
         """Without accumulation no gradient is alive when a forward begins."""
         return self.run.gradient_accumulation_steps == 1
 
-    def ledger(self, *, gradients: bool) -> tuple[Ledger, list[Storage]]:
+    def ledger(self, *, gradients: bool, states: bool = True) -> tuple[Ledger, list[Storage]]:
         """A ledger with all that lies on the card between steps."""
         ledger = Ledger(expandable_segments=self.card.expandable_segments)
         held = {
             "weights": self.weights + self.reference,
             "adapters": self.adapters,
-            "optimizer": self.optimizer.states,
+            "optimizer": self.optimizer.states if states else 0,
             "gradients": self.gradients if gradients else 0,
             "buffers": 2 * cublas_workspace(self.card.compute_capability),
         }
         return ledger, [Storage(ledger, size, name) for name, size in held.items()]
 
     def forward_backward(self) -> tuple[int, dict[str, int]]:
-        """Peak of a micro-step when optimizer states exist, and its split."""
-        ledger, held = self.ledger(gradients=not self.fresh_gradients)
+        """Peak over the micro-steps of all steps, and its split.
+
+        From the second step on optimizer states exist; the first is higher only where it tunes kernels.
+        """
+        steady = self._micro_step(first=False)
+        tunes = self.shape.moe is not None and self.run.enable_liger_kernel
+        return max(steady, self._micro_step(first=True), key=lambda peak: peak[0]) if tunes else steady
+
+    def _micro_step(self, *, first: bool) -> tuple[int, dict[str, int]]:
+        ledger, held = self.ledger(gradients=not self.fresh_gradients, states=not first)
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=self.fresh_gradients)
+        builder = Builder(self.run, self.shape, ops, fresh_gradients=self.fresh_gradients, first_step=first)
         model = builder.model(self.batch)
         tokens = self.batch.tokens
         if self.run.stage in ("pt", "sft"):

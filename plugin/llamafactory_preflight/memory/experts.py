@@ -18,6 +18,10 @@ INDEX_TENSORS = 6
 """Permutations, expert ids and offsets of every token-expert pair, 64 bit each."""
 
 
+TUNING_BYTES = 256 * 2**20
+"""What Triton's do_bench clears between runs to empty the card's cache (triton/testing.py)."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experts:
     """The MLP of a sparse layer."""
@@ -29,6 +33,8 @@ class Experts:
     per_token: int
     intermediate_size: int
     liger: bool
+    tunes: bool
+    """It is the first step, in which Triton tries configurations of liger's kernels."""
 
     def __call__(self, ops: Ops, hidden: Tensor) -> Tensor:
         """Routes every token to its experts and sums what they return."""
@@ -44,10 +50,10 @@ class Experts:
         """torch.topk and the division by the sum."""
         out = ops.empty(tokens * self.per_token, FLOAT32)
         size = probabilities.nbytes
-        return ops.link(out, (probabilities,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+        return ops.link(out, (probabilities,), (), lambda grad, saved: (ops.storage(size),))
 
     def _grouped(self, ops: Ops, hidden: Tensor, scores: Tensor, tokens: int) -> Tensor:
-        """torch's grouped_mm over rows sorted by expert."""
+        """Torch's grouped_mm over rows sorted by expert."""
         indices = ops.empty(INDEX_TENSORS * scores.numel, INT64)
         selected = self._gather(ops, hidden, scores.numel * self.router.width)
         gate_up = self._product(ops, selected, self.gate_up, 2 * self.intermediate_size)
@@ -65,7 +71,7 @@ class Experts:
         """x[index]: the gradient is scattered into zeros."""
         out = ops.empty(numel, x.dtype)
         size = x.nbytes
-        return ops.link(out, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+        return ops.link(out, (x,), (), lambda grad, saved: (ops.storage(size),))
 
     def _product(self, ops: Ops, x: Tensor, weight: Weight, width: int) -> Tensor:
         rows = x.numel // weight.width
@@ -75,8 +81,8 @@ class Experts:
         size, dw = x.nbytes, weight.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dx = Storage(ops.ledger, size, "activations")
-            return (dx, Storage(ops.ledger, dw, "gradients") if trained else None)
+            dx = ops.storage(size)
+            return (dx, ops.storage(dw, "gradients") if trained else None)
 
         return ops.link(out, (x, weight), saved, backward)
 
@@ -84,18 +90,18 @@ class Experts:
         """One of x.chunk(2): a view; its gradient is a full tensor with zeros in the other half."""
         size = x.nbytes
         out = Tensor(x.numel // 2, x.dtype, x.storage)
-        return ops.link(out, (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "activations"),))
+        return ops.link(out, (x,), (), lambda grad, saved: (ops.storage(size),))
 
     def _weighted(self, ops: Ops, x: Tensor, scores: Tensor) -> Tensor:
-        """x * scores, one score a row, both with a gradient."""
+        """X * scores, one score a row, both with a gradient."""
         out = ops.empty(x.numel, dtypes.promote(x.dtype, x.dtype))
         size, scores_size = x.nbytes, scores.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dx = Storage(ops.ledger, size, "activations")
-            product = Storage(ops.ledger, size, "activations")
+            dx = ops.storage(size)
+            product = ops.storage(size)
             del product
-            return (dx, Storage(ops.ledger, scores_size, "activations"))
+            return (dx, ops.storage(scores_size))
 
         return ops.link(out, (x, scores), (x.storage, scores.storage), backward)
 
@@ -107,7 +113,7 @@ class Experts:
         same = dtype == x.dtype
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return (grad if same else Storage(ops.ledger, size, "activations"),)
+            return (grad if same else ops.storage(size),)
 
         return ops.link(out, (x,), (), backward)
 
@@ -124,12 +130,14 @@ class Experts:
             rows * 2 * self.intermediate_size * item, rows * self.intermediate_size * item, self.down.nbytes,
             rows * width * item, tokens * width * item, self.gate_up.nbytes,
         )  # fmt: skip
-        trained, scores_size = self.gate_up.node is not None, scores.nbytes
+        trained, scores_size, tunes = self.gate_up.node is not None, scores.nbytes, self.tunes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             owners = ("activations", "activations", "buffers", "activations", "activations", "buffers")
+            tuning = ops.storage(TUNING_BYTES if tunes else 0, "buffers")
             made = [Storage(ops.ledger, size, owner) for size, owner in zip(sizes, owners, strict=True)]
-            to_scores = Storage(ops.ledger, scores_size, "activations")
+            to_scores = ops.storage(scores_size)
+            del tuning
             experts = (made[5], made[2]) if trained else (None, None)
             return (made[4], *experts, to_scores)
 

@@ -8,7 +8,7 @@ from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 
 def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
-    """transformers' ForCausalLMLoss: logits to float32, log_softmax saved, its backward holds three such tensors at once."""
+    """Transformers' ForCausalLMLoss: logits to float32, log_softmax saved, its backward holds three such tensors at once."""
     high = ops.cast(logits, FLOAT32, "logits")
     return _pick(ops, log_softmax(ops, high))
 
@@ -21,7 +21,7 @@ def log_softmax(ops: Ops, x: Tensor, *, contiguous: bool = True) -> Tensor:
     size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        return (Storage(ops.ledger, size, "logits"),)
+        return (ops.storage(size, "logits"),)
 
     return ops.link(out, (x,), (out.storage,), backward)
 
@@ -32,7 +32,7 @@ def _pick(ops: Ops, x: Tensor) -> Tensor:
     size = x.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        return (Storage(ops.ledger, size, "logits"),)
+        return (ops.storage(size, "logits"),)
 
     return ops.link(out, (x,), (x.storage,), backward)
 
@@ -40,7 +40,7 @@ def _pick(ops: Ops, x: Tensor) -> Tensor:
 def without_last_token(ops: Ops, x: Tensor) -> Tensor:
     """logits[:, :-1]: a view; its gradient is a full tensor again."""
     size = x.nbytes
-    return ops.link(x.detach(), (x,), (), lambda grad, saved: (Storage(ops.ledger, size, "logits"),))
+    return ops.link(x.detach(), (x,), (), lambda grad, saved: (ops.storage(size, "logits"),))
 
 
 def batch_log_probabilities(ops: Ops, logits: Tensor) -> Tensor:
@@ -54,6 +54,18 @@ def liger_chunk(tokens: int, hidden_size: int, vocab_size: int) -> int:
     return min(tokens, 1 << (-(-tokens // factor) - 1).bit_length())
 
 
+def _cast_for_chunks(ops: Ops, head: Weight, dtype: int, *, several: bool) -> None:
+    """What autocast makes of a head in another type: one product takes its transpose, which is no leaf and is cast anew for
+    each chunk; the other takes the parameter, whose copy stays in the cache if it is trained.
+    """
+    transposed = ops.empty(head.numel, dtype, "buffers")
+    del transposed
+    ops.lower_weight(head)
+    if several:
+        transposed = ops.empty(head.numel, dtype, "buffers")
+        del transposed
+
+
 def liger_linear_cross_entropy(ops: Ops, hidden: Tensor, head: Weight) -> Tensor:
     """liger_kernel.ops.fused_linear_cross_entropy: both gradients are made in the forward, one chunk of logits at a time."""
     tokens = hidden.numel // head.width
@@ -63,9 +75,8 @@ def liger_linear_cross_entropy(ops: Ops, hidden: Tensor, head: Weight) -> Tensor
     grad_input = ops.empty(hidden.numel, hidden.dtype)
     grad_weight = ops.empty(head.numel, head.dtype, "gradients") if head.node is not None else None
     logits = ops.empty(chunk * vocab_size, dtype, "logits")
-    if dtype != head.dtype:  # weight.t() is no leaf, so autocast casts it anew for every product
-        cast = ops.empty(head.numel, dtype, "buffers")
-        del cast
+    if dtype != head.dtype:
+        _cast_for_chunks(ops, head, dtype, several=chunk < tokens)
     del logits
     out = ops.empty(1, FLOAT32)
     saved = tuple(x.storage for x in (grad_input, grad_weight) if x is not None)

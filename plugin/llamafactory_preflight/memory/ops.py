@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor, run_backward
+from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor
+
 
 class Weight(Tensor):
     """A parameter of a linear or norm layer.
@@ -48,7 +49,8 @@ class Ops:
         """A new tensor outside of the graph."""
         return Tensor(numel, dtype, Storage(self.ledger, numel * dtypes.size(dtype), component))
 
-    def _storage(self, size: int, component: str = "activations") -> Storage:
+    def storage(self, size: int, component: str = "activations") -> Storage:
+        """Bytes without a tensor: gradients and scratch."""
         return Storage(self.ledger, size, component)
 
     def link(
@@ -106,7 +108,7 @@ class Ops:
         size, gradient = x.nbytes, "gradients" if isinstance(x.node, Leaf) else component
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return (self._storage(size, gradient),)
+            return (self.storage(size, gradient),)
 
         return self.link(out, (x,), (), backward)
 
@@ -125,7 +127,7 @@ class Ops:
         cached = self.autocast_cache.get(weight)
         if cached is None:
             cached = self.cast(weight, self.autocast_dtype or weight.dtype, "buffers")
-            if weight.node is not None:
+            if weight.node is not None and weight.dtype == FLOAT32:
                 self.autocast_cache[weight] = cached
         return cached
 
@@ -139,15 +141,15 @@ class Ops:
         same = (a.dtype == dtype, b.dtype == dtype)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return tuple(grad if equal else self._storage(size) for equal, size in zip(same, sizes, strict=True))
+            return tuple(grad if equal else self.storage(size) for equal, size in zip(same, sizes, strict=True))
 
         return self.link(out, (a, b), (), backward)
 
     def scale(self, x: Tensor) -> Tensor:
-        """x * number."""
+        """X * number."""
         out = self.empty(x.numel, x.dtype)
         size = x.nbytes
-        return self.link(out, (x,), (), lambda grad, saved: (self._storage(size),))
+        return self.link(out, (x,), (), lambda grad, saved: (self.storage(size),))
 
     def clone(self, x: Tensor) -> Tensor:
         """Tensor.clone: its gradient passes through untouched."""
@@ -161,24 +163,25 @@ class Ops:
         sizes = tuple((x.numel * dtypes.size(dtype), x.nbytes) if x.node is not None else None for x in (a, b))
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return tuple(self._product_gradient(size) for size in sizes)
+            return tuple(self.product_gradient(size) for size in sizes)
 
         return self.link(out, (a, b), saved, backward)
 
-    def _product_gradient(self, sizes: tuple[int, int] | None) -> Storage | None:
+    def product_gradient(self, sizes: tuple[int, int] | None) -> Storage | None:
+        """A product's gradient, made in the wide type and cast to the input's; `sizes` are the two in bytes."""
         if sizes is None:
             return None
-        wide = self._storage(sizes[0])
-        return wide if sizes[0] == sizes[1] else self._storage(sizes[1])
+        wide = self.storage(sizes[0])
+        return wide if sizes[0] == sizes[1] else self.storage(sizes[1])
 
     def mul_constant(self, x: Tensor, constant: Tensor, *, dtype: int | None = None) -> Tensor:
-        """x * a broadcast tensor without gradient, which is saved."""
+        """X * a broadcast tensor without gradient, which is saved."""
         dtype = dtype or dtypes.promote(x.dtype, constant.dtype)
         out = self.empty(x.numel, dtype)
         size = x.numel * dtypes.size(dtype), x.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return (self._product_gradient(size),)
+            return (self.product_gradient(size),)
 
         return self.link(out, (x,), (constant.storage,), backward)
 
@@ -186,16 +189,16 @@ class Ops:
         """An activation function that saves its input (silu, gelu)."""
         out = self.empty(x.numel, x.dtype)
         size = x.nbytes
-        return self.link(out, (x,), (x.storage,), lambda grad, saved: (self._storage(size),))
+        return self.link(out, (x,), (x.storage,), lambda grad, saved: (self.storage(size),))
 
     def dropout(self, x: Tensor, probability: float) -> Tensor:
         """torch.native_dropout: saves a mask of one byte an element."""
         if probability == 0.0:
             return x
         out = self.empty(x.numel, x.dtype)
-        mask = self._storage(x.numel)
+        mask = self.storage(x.numel)
         size = x.nbytes
-        return self.link(out, (x,), (mask,), lambda grad, saved: (self._storage(size),))
+        return self.link(out, (x,), (mask,), lambda grad, saved: (self.storage(size),))
 
     # matrix products ---------------------------------------------------------------------------------------------
 
@@ -215,7 +218,7 @@ class Ops:
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             to_input = Storage(self.ledger, dx, "activations", viewed=True) if dx else None
-            return (to_input, self._storage(dw, owner) if dw else None)
+            return (to_input, self.storage(dw, owner) if dw else None)
 
         return self.link(out, (x, used), saved, backward)
 
@@ -223,93 +226,4 @@ class Ops:
         """F.embedding: its backward makes a dense gradient of the whole table."""
         out = self.empty(rows * weight.width, weight.dtype)
         size = weight.nbytes
-        return self.link(out, (weight,), (), lambda grad, saved: (self._storage(size, "gradients"),))
-
-    # norms -------------------------------------------------------------------------------------------------------
-
-    def rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
-        """transformers' RMSNorm in elementary operations: to float32, x * rsqrt(mean(x^2)), back, times the weight."""
-        normed = self.cast(self._normed(x, weight), x.dtype)
-        return self.mul_weight(normed, weight)
-
-    def wide_rms_norm(self, x: Tensor, weight: Weight) -> Tensor:
-        """Gemma's RMSNorm: the product with 1 + weight is still float32."""
-        normed = self._normed(x, weight)
-        wide = Weight(weight.numel, FLOAT32, weight.storage, leaf=weight.node if isinstance(weight.node, Leaf) else None)
-        return self.cast(self.mul_weight(normed, wide), x.dtype)
-
-    def _normed(self, x: Tensor, weight: Weight) -> Tensor:
-        high = self.cast(x, FLOAT32)
-        rows = x.numel // weight.numel
-        rstd = self._rstd(high, rows)
-        normed = self.empty(x.numel, FLOAT32)
-        wide = x.numel * dtypes.size(FLOAT32)
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            high_part = self._storage(wide)
-            product = self._storage(wide)  # grad * x, summed over the row
-            del product
-            return (high_part, self._storage(rows * dtypes.size(FLOAT32)))
-
-        return self.link(normed, (high, rstd), (high.storage, rstd.storage), backward)
-
-    def _rstd(self, high: Tensor, rows: int) -> Tensor:
-        squared = self.empty(high.numel, FLOAT32)
-        out = self.empty(rows, FLOAT32)
-        del squared
-        wide = high.numel * dtypes.size(FLOAT32)
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            spread = self._storage(wide)  # mean's gradient, written out
-            base = self._storage(wide)  # x ** 1
-            twice = self._storage(wide)
-            del base
-            out = self._storage(wide)
-            del twice, spread
-            return (out,)
-
-        return self.link(out, (high,), (high.storage,), backward)
-
-    def mul_weight(self, x: Tensor, weight: Weight) -> Tensor:
-        """x * weight broadcast over rows, the weight possibly trainable and wider."""
-        dtype = dtypes.promote(x.dtype, weight.dtype)
-        out = self.empty(x.numel, dtype)
-        saved = (weight.storage,) + ((x.storage,) if weight.node is not None else ())
-        sizes = (x.numel * dtypes.size(dtype), x.nbytes)
-        trained = weight.node is not None
-        dw = weight.nbytes
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dx = self._product_gradient(sizes)
-            if not trained:
-                return (dx, None)
-            product = self._storage(sizes[0])
-            del product
-            return (dx, self._storage(dw, "gradients"))
-
-        return self.link(out, (x, weight), saved, backward)
-
-    def liger_rms_norm(self, x: Tensor, weight: Weight, *, in_place: bool = True) -> Tensor:
-        """liger_kernel.ops.rms_norm: saves its input and one float32 a row; the backward reuses the gradient's memory."""
-        out = self.empty(x.numel, x.dtype)
-        rstd = self._storage(x.numel // weight.numel * dtypes.size(FLOAT32))
-        size, dw = x.nbytes, weight.nbytes
-        trained = weight.node is not None
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            dx = grad if in_place else self._storage(size)
-            return (dx, self._storage(dw, "gradients") if trained else None)
-
-        return self.link(out, (x, weight), (x.storage, weight.storage, rstd), backward)
-
-    def liger_silu_mul(self, gate: Tensor, up: Tensor) -> Tensor:
-        """liger_kernel.ops.swiglu: saves both inputs and writes their gradients over them."""
-        out = self.empty(gate.numel, gate.dtype)
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            return saved
-
-        return self.link(out, (gate, up), (gate.storage, up.storage), backward)
-
-
-__all__ = ["FLOAT32", "Ops", "Weight", "run_backward"]
+        return self.link(out, (weight,), (), lambda grad, saved: (self.storage(size, "gradients"),))

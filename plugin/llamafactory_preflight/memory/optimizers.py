@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT32
 from llamafactory_preflight.memory.statics import Group, tensor_bytes
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -19,6 +19,10 @@ MIN_PAGED_NUMEL = 100_000
 """bitsandbytes keeps the states of smaller tensors on the card even when it pages."""
 STATE_BLOCK = 256
 """8-bit states that share one float32 absmax."""
+SVD_COPIES = 4
+"""Float32 matrices alive while one is decomposed: the gradient, its factors and the product."""
+NEWTON_SCHULZ_COPIES = 4
+"""Matrices alive in an iteration: the update, its square, a polynomial of it and the next."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,7 @@ BITSANDBYTES = {
 
 
 def default_optimizer(software: Software) -> str:
-    """transformers' default: fused AdamW from torch 2.8 (and transformers 5) on."""
+    """Transformers' default: fused AdamW from torch 2.8 (and transformers 5) on."""
     return "adamw_torch_fused" if software.at_least("torch", 2, 8) else "adamw_torch"
 
 
@@ -76,9 +80,16 @@ def optimizer_memory(
     Raises:
         Unmodelled: An optimizer without a formula.
     """
-    for name in ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"):
+    for name in ("use_badam", "use_adam_mini"):
         if getattr(run, name):
             raise Unmodelled(f"The optimizer of `{name}` has no formula yet")
+    if run.galore_layerwise or run.apollo_layerwise:
+        raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
+    if run.use_galore or run.use_apollo:
+        rank = run.galore_rank if run.use_galore else run.apollo_rank
+        return _low_rank(groups, trained, rank, block)
+    if run.use_muon:
+        return _muon(groups, block)
     name = run.optim or default_optimizer(software)
     itemsize = dtypes.size(trained)
     if name in TORCH_ADAMW:
@@ -108,7 +119,7 @@ def _bitsandbytes(kind: Bitsandbytes, groups: Sequence[Group], block: Callable[[
 
 
 def _adafactor(groups: Sequence[Group], trained: int, block: Callable[[int], int]) -> OptimizerMemory:
-    """transformers' Adafactor: a row and a column of float32 for a matrix; a step works in float32 on one tensor.
+    """Transformers' Adafactor: a row and a column of float32 for a matrix; a step works in float32 on one tensor.
 
     The rows and columns are below a thousandth of the matrices and are left out; vectors keep a full second moment. At the
     height of a step a tensor has its update, the factored estimate that replaces it and, in 16 bit, float32 copies of
@@ -118,3 +129,36 @@ def _adafactor(groups: Sequence[Group], trained: int, block: Callable[[int], int
     largest = max((group.numel for group in groups), default=0) * dtypes.size(FLOAT32)
     copies = 2 if trained == FLOAT32 else 4
     return OptimizerMemory(states=tensor_bytes(vectors, dtypes.size(FLOAT32), block), step=copies * block(largest))
+
+
+def _low_rank(groups: Sequence[Group], trained: int, rank: int, block: Callable[[int], int]) -> OptimizerMemory:
+    """GaLore and APOLLO: a projection of the short side and two states of the long one for every linear layer's weight.
+
+    Source: galore_torch/galore_projector.py and adamw.py, apollo_torch; measured alike (held_out_1). Everything else has
+    plain AdamW states. Renewing a projection decomposes one matrix at a time in float32.
+    """
+    itemsize = dtypes.size(trained)
+    states = step = 0
+    for group in groups:
+        if group.matrix and group.in_layers:
+            short, long = sorted((group.width, group.numel // group.width))
+            kept = min(rank, short)
+            states += group.count * (block(kept * short * itemsize) + 2 * block(kept * long * itemsize))
+            step = max(step, SVD_COPIES * block(group.numel * dtypes.size(FLOAT32)))
+        else:
+            states += 2 * group.count * block(group.numel * itemsize)
+    return OptimizerMemory(states=states, step=step)
+
+
+def _muon(groups: Sequence[Group], block: Callable[[int], int]) -> OptimizerMemory:
+    """LLaMA-Factory's Muon: one momentum for a hidden matrix, AdamW's two for the rest, all in float32.
+
+    Source: llamafactory/third_party/muon. Newton-Schulz works in bfloat16 on one matrix at a time.
+    """
+    states = step = 0
+    for group in groups:
+        hidden = group.matrix and group.in_layers
+        states += (1 if hidden else 2) * group.count * block(group.numel * dtypes.size(FLOAT32))
+        if hidden:
+            step = max(step, NEWTON_SCHULZ_COPIES * block(group.numel * dtypes.size(BFLOAT16)))
+    return OptimizerMemory(states=states, step=step)

@@ -185,5 +185,7 @@ def _add_to_buffer(buffer: dict[Node, Storage], node: Node, gradient: Storage) -
     old = buffer.get(node)
     if old is None:
         buffer[node] = gradient
-    elif old.viewed or sys.getrefcount(old) > 3:  # the buffer, this name and the call: anybody else makes the sum a new tensor
+    elif (
+        old.viewed or sys.getrefcount(old) > 3
+    ):  # the buffer, this name and the call: anybody else makes the sum a new tensor
         buffer[node] = Storage(old.ledger, old.size, old.component)

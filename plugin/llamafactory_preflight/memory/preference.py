@@ -14,6 +14,10 @@ from llamafactory_preflight.memory.paper import Tensor
 from llamafactory_preflight.memory.step import Model
 
 
+VALUE_HEAD_DROPOUT = 0.1
+"""TRL's default, in trl/models/modeling_value_head.py."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
     """The trained model and the one it is compared with: a second model, its own base without adapters, or none."""
@@ -57,13 +61,17 @@ def _kto_forward(ops: Ops, model: Model, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def reward_step(ops: Ops, model: Model, value_head: Weight, tokens: int) -> None:
-    """TRL's value head on the last hidden states; the language head runs too, its logits are turned to float32 and dropped."""
+    """TRL's value head on the last hidden states. The batch has labels, so the language head and its loss run too.
+
+    Their graph lives until the loss is dropped, and the logits are turned to float32 once more before they are.
+    """
     with ops.autocast():
         hidden = step.hidden_states(ops, model, tokens)
         logits = step.head(ops, model, hidden)
-        values = ops.linear(ops.cast(hidden, value_head.dtype), value_head)
+        unused = loss.cross_entropy(ops, logits)
+        values = ops.linear(ops.cast(ops.dropout(hidden, VALUE_HEAD_DROPOUT), value_head.dtype), value_head)
         del hidden
         high = ops.cast(logits, FLOAT32, "logits")
         del logits
-    del high
+    del high, unused
     step.backward(ops, values)

@@ -22,10 +22,11 @@ TABLE_BYTES = 2560
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """`count` parameter tensors of one size."""
+    """`count` parameter tensors of one size; `width` is the row length of a linear layer's weight."""
 
     numel: int
     count: int
+    width: int = 1
     embedding: bool = False
     matrix: bool = True
     in_layers: bool = True
@@ -46,7 +47,7 @@ def model_groups(shape: ModelShape, *, layers: int | None = None, ends: bool = T
     count = shape.num_layers if layers is None else layers
     groups = []
     for linear in parameters.layer_linears(shape).values():
-        groups.append(Group(numel=linear.numel, count=count))
+        groups.append(Group(numel=linear.numel, count=count, width=linear.in_features))
         if linear.bias:
             groups.append(Group(numel=linear.out_features, count=count, matrix=False))
     groups += [Group(numel=n, count=count, matrix=False) for n in parameters.layer_norms(shape).values()]
@@ -104,7 +105,9 @@ def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
         raise Unmodelled("Freeze tuning of some modules of a layer has no formula yet")
     groups = model_groups(shape, layers=min(abs(run.freeze_trainable_layers), shape.num_layers), ends=False)
     tied = shape.tie_word_embeddings
-    return groups + [outer_module(name, shape) for name in run.freeze_extra_modules if not (tied and name == "lm_head")]
+    return groups + [
+        outer_module(name, shape) for name in run.freeze_extra_modules if not (tied and name == "lm_head")
+    ]
 
 
 def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
@@ -116,7 +119,9 @@ def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
     return adapter_groups(run, shape)
 
 
-def base_weight_bytes(run: RunDescription, shape: ModelShape, *, loaded: int, trained: int, block: Callable[[int], int]) -> int:
+def base_weight_bytes(
+    run: RunDescription, shape: ModelShape, *, loaded: int, trained: int, block: Callable[[int], int]
+) -> int:
     """Bytes of the base model as it lies on the card.
 
     Args:

@@ -15,6 +15,7 @@ from llamafactory_preflight.memory.dtypes import FLOAT32, INT8
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Segment:
     """`count` layers that are alike: one is run, the others are booked.
@@ -45,6 +46,7 @@ class Model:
         input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
         liger_loss: Whether liger's fused loss takes the place of head and loss in training.
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
+        noise: Whether NEFTune adds noise to the embeddings.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
     """
 
@@ -56,6 +58,7 @@ class Model:
     input_requires_grad: bool
     liger_loss: bool
     converts_outputs: bool
+    noise: bool
     upcasts_logits: bool
 
 
@@ -99,14 +102,14 @@ def head(ops: Ops, model: Model, hidden: Tensor) -> Tensor:
 
 
 def convert(ops: Ops, model: Model, logits: Tensor) -> Tensor:
-    """accelerate's ConvertOutputsToFp32."""
+    """Accelerate's ConvertOutputsToFp32."""
     return ops.cast(logits, FLOAT32, "logits") if model.converts_outputs else logits
 
 
 def backward(ops: Ops, result: Tensor) -> None:
     """loss.backward()."""
     assert result.node is not None
-    run_backward(result.node, Storage(ops.ledger, 4, "activations"))
+    run_backward(result.node, ops.storage(4))
 
 
 def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
@@ -114,6 +117,8 @@ def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
     x = ops.embedding(rows, model.embedding)
     if model.input_requires_grad and x.node is None and ops.grad_enabled:
         x.node = Leaf(keeps=x.storage)
+    if model.noise and ops.grad_enabled:
+        x = ops.clone(x)
     for segment in model.segments:
         block = _Block(ops, model.checkpointing, segment)
         x = _run(ops, model.checkpointing, segment, x)
