@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes, optimizers, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
-from llamafactory_preflight.memory.build import Builder, precision
+from llamafactory_preflight.memory.build import Builder
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
+from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -103,6 +104,8 @@ def _refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
     paths = unmodelled_paths(run)
     if paths:
         raise Unmodelled(f"Runs with {', '.join(f'`{name}`' for name in paths)} have no formula yet")
+    if run.deepspeed is not None:
+        raise Unmodelled("What DeepSpeed shards and moves to the host has no formula yet")
     if run.stage == "ppo":
         raise Unmodelled("PPO has no formula yet: it samples answers of a length that is not known beforehand")
     if run.finetuning_type == "oft":

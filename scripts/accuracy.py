@@ -1,0 +1,156 @@
+"""Compares predictions with measured runs and prints every row, the worst first.
+
+usage: python scripts/accuracy.py [FOLDER ...]     (default: every folder of tests/measured)
+
+A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and measured.jsonl (what it wrote).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from llamafactory_preflight import memory, verdict
+from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import from_arguments
+from llamafactory_preflight.software import Software
+from measure_runs import DEFAULTS
+
+
+GIB = 2**30
+MEASURED = Path(__file__).resolve().parent.parent / "tests" / "measured"
+SOFTWARE = Software(
+    llamafactory="0.9.5", torch="2.11.0", transformers="5.6.0", peft="0.18.1", accelerate="1.11.0", trl="0.24.0",
+    bitsandbytes="0.50.2", liger_kernel="0.8.5",
+)  # fmt: skip
+"""What every run in tests/measured used."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One run: measured and predicted peaks in bytes; `measured` is None where it ran out of memory.
+
+    `evaluation` is measured and predicted, `beforehand` the prediction that was committed before the run.
+    """
+
+    id: str
+    measured: int | None
+    predicted: int
+    low: int
+    high: int
+    cap: int | None
+    verdict: str | None
+    evaluation: tuple[int, int] | None
+    beforehand: int | None
+
+    @property
+    def error(self) -> float | None:
+        """Relative error of the prediction; negative where it is too small."""
+        return None if self.measured is None else self.predicted / self.measured - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the truth lies within the bounds."""
+        return self.measured is not None and self.low <= self.measured <= self.high
+
+
+def predict(case: dict[str, Any], models: dict[str, Any]) -> memory.MemoryEstimate:
+    """The estimate of one case on the card that the runs were measured on."""
+    args = DEFAULTS | case["args"] | {"model_name_or_path": case["model"], "output_dir": "out", "dataset": "rows"}
+    if args.pop("with_eval_dataset", False):
+        args["eval_dataset"] = "rows"
+    run = from_arguments(args, software=SOFTWARE, origin=case["id"])
+    expandable = "expandable_segments:True" in case.get("env", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
+    card = memory.Card(compute_capability=(9, 0), expandable_segments=expandable)
+    return memory.estimate(run, ModelShape.from_config(models[case["model"]]), software=SOFTWARE, card=card)
+
+
+def replay(folder: Path) -> Iterator[Row]:
+    """Predicts every measured case of a folder; cases that no formula covers and runs with other errors are left out."""
+    plan = json.loads((folder / "cases.json").read_text())
+    measured = {row["id"]: row for row in map(json.loads, (folder / "measured.jsonl").read_text().splitlines())}
+    committed = folder / "predictions.jsonl"
+    early = {row["id"]: row for row in map(json.loads, committed.read_text().splitlines())} if committed.exists() else {}
+    for case in plan["cases"]:
+        result = measured.get(case["id"])
+        if result is None or not (result["ok"] or result.get("out_of_memory")):
+            continue
+        try:
+            estimate = predict(case, plan["models"])
+        except Unmodelled:
+            continue
+        yield _row(case, result, estimate, early.get(case["id"], {}).get("peak_allocated_bytes"))
+
+
+def _row(
+    case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, beforehand: int | None
+) -> Row:
+    cap = round(case["cap_gib"] * GIB) if "cap_gib" in case else None
+    word = verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=cap).word if cap else None
+    evaluation = result.get("evaluate_peak_allocated_gib")
+    return Row(
+        id=case["id"],
+        measured=round(result["peak_allocated_gib"] * GIB) if result["ok"] else None,
+        predicted=estimate.peak_allocated_bytes,
+        low=estimate.low_bytes,
+        high=estimate.high_bytes,
+        cap=cap,
+        verdict=word,
+        evaluation=(round(evaluation * GIB), estimate.phases["evaluate"]) if evaluation else None,
+        beforehand=beforehand,
+    )
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A Markdown table, the largest error first and runs that were out of memory last."""
+    lines = [
+        "| run | measured GiB | predicted GiB | error | error beforehand | verdict under the cap |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda row: -max(map(abs, _errors(row)), default=-1.0)):
+        measured = "out of memory" if row.measured is None else f"{row.measured / GIB:.2f}"
+        now, before = (f"{error:+.2%}" if error is not None else "" for error in (row.error, _beforehand(row)))
+        capped = f"{row.verdict} ({row.cap / GIB:g})" if row.cap else ""
+        lines.append(f"| {row.id} | {measured} | {row.predicted / GIB:.2f} | {now} | {before} | {capped} |")
+    return "\n".join(lines)
+
+
+def _beforehand(row: Row) -> float | None:
+    return row.beforehand / row.measured - 1 if row.beforehand and row.measured else None
+
+
+def _errors(row: Row) -> list[float]:
+    return [error for error in (row.error, _beforehand(row)) if error is not None]
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """Median, worst below, worst above, share inside the bounds and their width; and what was predicted beforehand."""
+    finished = [row for row in rows if row.measured is not None]
+    inside = sum(row.inside for row in finished) / len(finished)
+    width = statistics.median((row.high - row.low) / row.predicted for row in finished)
+    text = _spread([row.error for row in finished if row.error is not None])
+    text += f"; {inside:.0%} inside the bounds, which are {width:.1%} wide in the median"
+    early = [error for error in map(_beforehand, finished) if error is not None]
+    return text + (f". Beforehand: {_spread(early)}" if early else "")
+
+
+def _spread(errors: Sequence[float]) -> str:
+    median = statistics.median(map(abs, errors))
+    return f"{len(errors)} finished runs, median error {median:.3%}, worst {min(errors):+.2%} and {max(errors):+.2%}"
+
+
+def main(folders: Sequence[str]) -> None:
+    """Prints the tables."""
+    for folder in map(Path, folders) if folders else sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
+        rows = list(replay(folder))
+        print(f"\n## {folder.name}\n\n{summary(rows)}\n\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
