@@ -65,7 +65,7 @@ class Linear:
         return ops.cast(result, dtype)
 
     def _lora_quantized(self, ops: Ops, x: Tensor, lora: Lora, bits: int) -> Tensor:
-        """peft.tuners.lora.bnb: casts the input only where there is no autocast; 4 bit clones the base result first."""
+        """peft.tuners.lora.bnb: casts the input only without autocast; 4 bit clones the base result first."""
         result = self._base(ops, x)
         if bits == 4:
             result = ops.clone(result)
@@ -80,7 +80,7 @@ class Linear:
         return ops.cast(ops.add(result, update), dtype)
 
     def _dora(self, ops: Ops, x: Tensor, result: Tensor, lora: Lora, magnitude: Weight) -> Tensor:
-        """peft.tuners.lora.dora: builds the full update in each call to norm its rows, and holds all of it until it returns."""
+        """peft.tuners.lora.dora: builds the full update to norm its rows, and holds it until it returns."""
         numel = self.weight.numel
         eye = ops.empty(self.weight.width**2, x.dtype, "buffers")
         update = ops.linear(ops.linear(eye, lora.a), lora.b, "buffers")
@@ -94,7 +94,7 @@ class Linear:
         return out
 
     def _matmul_4bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
-        """bitsandbytes.matmul_4bit: the whole weight is brought back to 16 bit for the product, forward and backward."""
+        """bitsandbytes.matmul_4bit: brings the whole weight back to 16 bit, forward and backward."""
         numel, given = self.weight.numel, x.dtype
         x = ops.cast(x, dtype)
         dequantized = ops.empty(numel, dtype, "buffers")

@@ -47,8 +47,9 @@ class AttentionCall:
 def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Tensor:
     """FlashAttention-2, in torch's scaled_dot_product_attention or the flash-attn package; grouped heads stay grouped.
 
-    Saves q, k, v, the output and one float32 a row. The backward accumulates dq in float32 and makes dk and dv for every
-    query head before it sums them to the grouped ones (torch/aten/native/transformers/cuda/flash_attn/flash_api.cpp).
+    Saves q, k, v, the output and one float32 a row. The backward accumulates dq in float32 and makes dk and dv for
+    every query head before it sums them to the grouped ones
+    (torch/aten/native/transformers/cuda/flash_attn/flash_api.cpp).
     """
     q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)
     out = ops.empty(q.numel, q.dtype)
@@ -72,7 +73,7 @@ def flash(ops: Ops, q: Tensor, k: Tensor, v: Tensor, call: AttentionCall) -> Ten
 
 
 def efficient(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: AttentionCall) -> Tensor:
-    """The memory-efficient kernel, which torch takes when there is a mask: keys and values are repeated for it first."""
+    """The memory-efficient kernel, which torch takes for a mask: keys and values are repeated for it first."""
     k, v = (repeat(ops, x, call) for x in (k, v))
     mask = _as_bias(ops, mask, q)
     q, k, v = ops.lower(q), ops.lower(k), ops.lower(v)

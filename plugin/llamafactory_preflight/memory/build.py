@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from llamafactory_preflight.memory import dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Quantization
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
-from llamafactory_preflight.memory.dtypes import BFLOAT16, BOOL, FLOAT16, FLOAT32, INT64
+from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
+from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -20,36 +19,6 @@ from llamafactory_preflight.run import RunDescription
 
 ID_TENSORS = 4
 """Input ids, labels, shifted labels and attention mask, 64 bit each."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Precision:
-    """Element types.
-
-    Attributes:
-        loaded: Of the weights as they are loaded: the checkpoint's own type, whatever the run computes in.
-        compute: What quantized weights are brought back to.
-        trained: Of what is trained.
-        autocast: The autocast type, or None.
-    """
-
-    loaded: int
-    compute: int
-    trained: int
-    autocast: int | None
-
-
-def precision(run: RunDescription, shape: ModelShape) -> Precision:
-    """LLaMA-Factory loads with `torch_dtype="auto"`, and keeps what is trained in float32 but for `pure_bf16`.
-
-    Source: llamafactory/model/loader.py, hparams/parser.py (compute_dtype), adapter.py (cast_trainable_params_to_fp32).
-    PEFT makes adapters of a 16-bit model float32 in any case (autocast_adapter_dtype).
-    """
-    loaded = dtypes.named(shape.dtype)
-    autocast = BFLOAT16 if run.bf16 else FLOAT16 if run.fp16 else None
-    keeps = (run.pure_bf16 or run.use_badam) and run.finetuning_type in ("full", "freeze")
-    compute = autocast or (BFLOAT16 if run.pure_bf16 else loaded)
-    return Precision(loaded=loaded, compute=compute, trained=loaded if keeps else FLOAT32, autocast=autocast)
 
 
 class Builder:

@@ -14,8 +14,8 @@ Layer = Callable[[Ops, Tensor], Tensor]
 def reentrant(ops: Ops, layer: Layer, x: Tensor, *, on_host: bool = False) -> Tensor:
     """torch.utils.checkpoint(use_reentrant=True); with `on_host`, LLaMA-Factory's `use_unsloth_gc`.
 
-    The backward runs the layer again on a detached input and then a backward of its own, holding the incoming gradient and
-    the layer's output until it is done.
+    The backward runs the layer again on a detached input and then a backward of its own, holding the incoming gradient
+    and the layer's output until it is done.
     """
     with ops.no_grad():
         out = layer(ops, x).detach()

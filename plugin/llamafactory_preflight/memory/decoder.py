@@ -1,4 +1,4 @@
-"""A decoder layer on paper: transformers' modelling code, or liger-kernel's, around PEFT's and bitsandbytes' linears."""
+"""A decoder layer on paper: transformers' or liger's modelling code around PEFT's and bitsandbytes' linears."""
 
 from __future__ import annotations
 

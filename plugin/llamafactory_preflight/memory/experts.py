@@ -1,4 +1,4 @@
-"""A sparse layer's experts on paper, as transformers 5 and liger-kernel run them: stacked weights, token-expert pairs as rows.
+"""A sparse layer on paper, as transformers 5 and liger run it: stacked weights, token-expert pairs as rows.
 
 Source: transformers/integrations/moe.py (grouped_mm_experts_forward), liger_kernel/ops/fused_moe.py.
 """
@@ -118,7 +118,7 @@ class Experts:
         return ops.link(out, (x,), (), backward)
 
     def _liger(self, ops: Ops, hidden: Tensor, scores: Tensor, tokens: int) -> Tensor:
-        """Gather, both products and the gate fused; the backward makes the experts' gradients even when they are frozen."""
+        """Gather, both products and the gate fused; the backward makes the experts' gradients even if frozen."""
         rows, width = scores.numel, self.router.width
         pre = ops.empty(rows * 2 * self.intermediate_size, hidden.dtype)
         post = ops.empty(rows * self.intermediate_size, hidden.dtype)

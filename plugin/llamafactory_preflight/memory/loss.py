@@ -8,7 +8,7 @@ from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 
 def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
-    """Transformers' ForCausalLMLoss: logits to float32, log_softmax saved, its backward holds three such tensors at once."""
+    """Transformers' ForCausalLMLoss: float32 logits, log_softmax saved; its backward holds three such tensors."""
     high = ops.cast(logits, FLOAT32, "logits")
     return _pick(ops, log_softmax(ops, high))
 
@@ -55,8 +55,10 @@ def liger_chunk(tokens: int, hidden_size: int, vocab_size: int) -> int:
 
 
 def _cast_for_chunks(ops: Ops, head: Weight, dtype: int, *, several: bool) -> None:
-    """What autocast makes of a head in another type: one product takes its transpose, which is no leaf and is cast anew for
-    each chunk; the other takes the parameter, whose copy stays in the cache if it is trained.
+    """What autocast makes of a head in another type.
+
+    One product takes its transpose, which is no leaf and is cast anew for each chunk; the other takes the parameter,
+    whose copy stays in the cache if it is trained.
     """
     transposed = ops.empty(head.numel, dtype, "buffers")
     del transposed
@@ -67,7 +69,7 @@ def _cast_for_chunks(ops: Ops, head: Weight, dtype: int, *, several: bool) -> No
 
 
 def liger_linear_cross_entropy(ops: Ops, hidden: Tensor, head: Weight) -> Tensor:
-    """liger_kernel.ops.fused_linear_cross_entropy: both gradients are made in the forward, one chunk of logits at a time."""
+    """Liger's fused_linear_cross_entropy: both gradients are made in the forward, one chunk of logits at a time."""
     tokens = hidden.numel // head.width
     vocab_size = head.numel // head.width
     chunk = liger_chunk(tokens, head.width, vocab_size)

@@ -1,4 +1,4 @@
-"""RMSNorm on paper: transformers' elementary operations, Gemma's, and liger's fused kernel; liger's gated activation too."""
+"""RMSNorm on paper: transformers' elementary operations, Gemma's, liger's fused kernel; liger's gated activation."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Ops:
     # matrix products ---------------------------------------------------------------------------------------------
 
     def linear(self, x: Tensor, weight: Weight, component: str = "activations") -> Tensor:
-        """F.linear under autocast: saves the input for a trainable weight, the (cast) weight for the input's gradient."""
+        """F.linear under autocast: saves the input for a trained weight, the weight for the input's gradient."""
         x, used = self.lower(x), self.lower_weight(weight)
         rows = x.numel // weight.width
         out = self.empty(rows * (weight.numel // weight.width), x.dtype, component)

@@ -121,9 +121,9 @@ def _bitsandbytes(kind: Bitsandbytes, groups: Sequence[Group], block: Callable[[
 def _adafactor(groups: Sequence[Group], trained: int, block: Callable[[int], int]) -> OptimizerMemory:
     """Transformers' Adafactor: a row and a column of float32 for a matrix; a step works in float32 on one tensor.
 
-    The rows and columns are below a thousandth of the matrices and are left out; vectors keep a full second moment. At the
-    height of a step a tensor has its update, the factored estimate that replaces it and, in 16 bit, float32 copies of
-    gradient and parameter.
+    The rows and columns are below a thousandth of the matrices and are left out; vectors keep a full second moment.
+    At the height of a step a tensor has its update, the factored estimate that replaces it and, in 16 bit, float32
+    copies of gradient and parameter.
     """
     vectors = [group for group in groups if not group.matrix]
     largest = max((group.numel for group in groups), default=0) * dtypes.size(FLOAT32)
@@ -132,10 +132,10 @@ def _adafactor(groups: Sequence[Group], trained: int, block: Callable[[int], int
 
 
 def _low_rank(groups: Sequence[Group], trained: int, rank: int, block: Callable[[int], int]) -> OptimizerMemory:
-    """GaLore and APOLLO: a projection of the short side and two states of the long one for every linear layer's weight.
+    """GaLore and APOLLO: a projection of the short side and two states of the long one for every matrix.
 
-    Source: galore_torch/galore_projector.py and adamw.py, apollo_torch; measured alike (held_out_1). Everything else has
-    plain AdamW states. Renewing a projection decomposes one matrix at a time in float32.
+    Source: galore_torch/galore_projector.py and adamw.py, apollo_torch; measured alike (held_out_1). Everything else
+    has plain AdamW states. Renewing a projection decomposes one matrix at a time in float32.
     """
     itemsize = dtypes.size(trained)
     states = step = 0

@@ -1,8 +1,8 @@
-"""PyTorch on paper: tensors that have a size and a lifetime, and an autograd engine that frees them when PyTorch would.
+"""PyTorch on paper: tensors with a size and a lifetime, and an autograd engine that frees them when PyTorch would.
 
-CPython's reference counts decide how long a real tensor lives, so they decide it here too: a `Storage` books its bytes when
-it is made and gives them back when its last reference goes. Code written against this module keeps the references that the
-real code keeps, and the ledger's highest mark is then the allocated peak.
+CPython's reference counts decide how long a real tensor lives, so they decide it here too: a `Storage` books its bytes
+when it is made and gives them back when its last reference goes. Code written against this module keeps the references
+that the real code keeps, and the ledger's highest mark is then the allocated peak.
 
 Source: torch/csrc/autograd (engine.cpp, input_buffer.cpp, accumulate_grad.h) and c10/cuda/CUDACachingAllocator.cpp.
 Known error: a reused block below 10 MiB may count up to 1 MiB more than was asked for; not modelled.
@@ -29,8 +29,8 @@ class Ledger:
     """Live bytes, and the highest mark with its split by component.
 
     Args:
-        expandable_segments: Whether the allocator runs with them; without, a large block comes in segments of 2 MiB and
-            keeps a remainder of up to 1 MiB, which counts as allocated.
+        expandable_segments: Whether the allocator runs with them; without, a large block comes in segments of 2 MiB
+            and keeps a remainder of up to 1 MiB, which counts as allocated.
     """
 
     __slots__ = ("at_peak", "expandable_segments", "live", "parts", "peak")
@@ -60,7 +60,8 @@ class Storage:
     """Bytes that are allocated for as long as somebody refers to them.
 
     Attributes:
-        viewed: The tensor is a view (`ViewBackward` returns one), whose base is a second owner: never added to in place.
+        viewed: The tensor is a view (`ViewBackward` returns one), whose base is a second owner: nothing is added to it
+            in place.
     """
 
     __slots__ = ("component", "ledger", "size", "viewed")
@@ -122,7 +123,7 @@ class Node:
 
 
 class Leaf(Node):
-    """The end of the graph at a parameter (or a detached activation): keeps the gradient as PyTorch's AccumulateGrad does.
+    """The end of the graph at a parameter (or a detached activation): keeps the gradient as AccumulateGrad does.
 
     Attributes:
         keeps: The leaf itself, which AccumulateGrad owns for as long as the graph lives.

@@ -27,7 +27,7 @@ class Pair:
 
 
 def dpo_step(ops: Ops, pair: Pair, tokens: int) -> None:
-    """Chosen and rejected in one batch; the policy's logits and log-probabilities wait while the reference makes its own."""
+    """Chosen and rejected in one batch; the policy's logits wait while the reference makes its own."""
     logits = step.full_logits(ops, pair.policy, tokens)
     result = loss.batch_log_probabilities(ops, logits)
     if pair.reference is not None:
@@ -40,7 +40,7 @@ def dpo_step(ops: Ops, pair: Pair, tokens: int) -> None:
 
 
 def kto_step(ops: Ops, pair: Pair, tokens: int) -> None:
-    """Two batches of the same size, the second (for the divergence) without gradients, for the policy and the reference."""
+    """Two batches of one size for policy and reference, the second (for the divergence) without gradients."""
     result, logits = _kto_forward(ops, pair.policy, tokens)
     assert pair.reference is not None
     with ops.no_grad():

@@ -1,4 +1,4 @@
-"""What lies on the card from one step to the next: weights, adapters, gradients and optimizer states, tensor by tensor."""
+"""What lies on the card between steps, tensor by tensor: weights, adapters, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def total(groups: Iterable[Group]) -> int:
 
 
 def model_groups(shape: ModelShape, *, layers: int | None = None, ends: bool = True) -> list[Group]:
-    """The base model's parameters: `layers` of its layers (all by default) and, with `ends`, what stands around them."""
+    """The base model's parameters: `layers` of its layers (all by default) and, with `ends`, what is around them."""
     count = shape.num_layers if layers is None else layers
     groups = []
     for linear in parameters.layer_linears(shape).values():

@@ -1,7 +1,7 @@
 """One micro-batch on paper: embedding, layers, loss and backward. Two or three layers are run, the rest is booked.
 
-All layers between are alike, so their bytes are added in one block: in the forward after the last but one of those that are
-run, and in the backward before it. Peaks inside them lie between those of the layers that are run.
+All layers between are alike, so their bytes are added in one block: in the forward after the last but one of those
+that are run, and in the backward before it. Peaks inside them lie between those of the layers that are run.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def _run(ops: Ops, kind: str, segment: Segment, x: Tensor) -> Tensor:
 
 
 class _Block:
-    """The layers of a segment that are not run: what they leave behind in the forward, their gradients in the backward."""
+    """The layers of a segment that are not run: what they leave in the forward, their gradients in the backward."""
 
     def __init__(self, ops: Ops, checkpointing_kind: str, segment: Segment) -> None:
         self.ops, self.kind, self.segment = ops, checkpointing_kind, segment

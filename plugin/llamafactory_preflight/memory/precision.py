@@ -1,0 +1,40 @@
+"""Element types of a run: of the weights as they are loaded, of what is trained, and of the arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Precision:
+    """Element types.
+
+    Attributes:
+        loaded: Of the weights as they are loaded: the checkpoint's own type, whatever the run computes in.
+        compute: What quantized weights are brought back to.
+        trained: Of what is trained.
+        autocast: The autocast type, or None.
+    """
+
+    loaded: int
+    compute: int
+    trained: int
+    autocast: int | None
+
+
+def precision(run: RunDescription, shape: ModelShape) -> Precision:
+    """LLaMA-Factory loads with `torch_dtype="auto"`, and keeps what is trained in float32 but for `pure_bf16`.
+
+    Source: llamafactory/model/{loader,adapter}.py, hparams/parser.py (compute_dtype).
+    PEFT makes adapters of a 16-bit model float32 in any case (autocast_adapter_dtype).
+    """
+    loaded = dtypes.named(shape.dtype)
+    autocast = BFLOAT16 if run.bf16 else FLOAT16 if run.fp16 else None
+    keeps = (run.pure_bf16 or run.use_badam) and run.finetuning_type in ("full", "freeze")
+    compute = autocast or (BFLOAT16 if run.pure_bf16 else loaded)
+    return Precision(loaded=loaded, compute=compute, trained=loaded if keeps else FLOAT32, autocast=autocast)
