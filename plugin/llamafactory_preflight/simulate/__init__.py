@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from llamafactory_preflight.simulate.estimate import estimate
 
+
 __all__ = ["estimate"]

@@ -49,6 +49,6 @@ def training_arguments(run: RunDescription, output_dir: str) -> Any:
     """Returns the Trainer's arguments as far as the choice of an optimizer needs them."""
     from transformers import TrainingArguments
 
-    optim = {"optim": run.optim} if run.optim else {}
+    optim: dict[str, Any] = {"optim": run.optim} if run.optim else {}
     with contextlib.redirect_stderr(io.StringIO()):
         return TrainingArguments(output_dir=output_dir, use_cpu=True, report_to="none", **optim)

@@ -13,28 +13,30 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from llamafactory_preflight.simulate.card import with_index
+from llamafactory_preflight.simulate.card import spelled_out
+
 
 _T = torch.Tensor
 
+
+def _named(names: str) -> set[Any]:
+    """The functions of these names in `torch` and `torch.Tensor`."""
+    return {getattr(owner, name) for owner in (torch, _T) for name in names.split() if hasattr(owner, name)}
+
+
 LOWER_PRECISION = frozenset(
     {F.linear, F.conv1d, F.conv2d, F.conv3d, F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d, F.prelu}
-    | {torch.conv1d, torch.conv2d, torch.conv3d, torch.einsum, torch.chain_matmul, torch.linalg.multi_dot}
-    | {getattr(owner, name) for owner in (torch, _T) for name in ("matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm")}
-    | {_T.__matmul__, _T.__rmatmul__}
+    | {torch.linalg.multi_dot, _T.__matmul__, _T.__rmatmul__}
+    | _named("matmul mm mv bmm addmm addmv addbmm baddbmm einsum chain_matmul conv1d conv2d conv3d")
 )
 FLOAT32 = frozenset(
     {F.softmax, F.log_softmax, F.layer_norm, F.group_norm, F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss}
     | {F.smooth_l1_loss, F.kl_div, F.cosine_similarity, F.softplus, F.cosine_embedding_loss, F.huber_loss, F.normalize}
-    | {_T.__pow__, _T.__rpow__, torch.cdist, torch.renorm, torch.logsumexp, _T.logsumexp}
-    | {getattr(owner, name) for owner in (torch, _T) for name in (
-        "pow", "rsqrt", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "cosh", "sinh", "tan", "acos", "asin",
-        "cumsum", "cumprod", "sum", "prod", "softmax", "log_softmax", "norm", "dist", "erfinv")}
-)  # fmt: skip
-WIDEST = frozenset(
-    {torch.cat, torch.stack, torch.dot, torch.vdot, torch.cross, torch.addcdiv, torch.addcmul, torch.atan2, torch.tensordot}
-    | {_T.dot, _T.addcdiv, _T.addcmul, _T.atan2, torch.bilinear, _T.index_put, torch.scatter_add, _T.scatter_add}
+    | {_T.__pow__, _T.__rpow__}
+    | _named("pow rsqrt exp expm1 log log10 log2 log1p reciprocal cosh sinh tan acos asin erfinv")
+    | _named("cumsum cumprod sum prod softmax log_softmax logsumexp norm dist cdist renorm")
 )
+WIDEST = frozenset(_named("cat stack dot vdot cross addcdiv addcmul atan2 tensordot bilinear index_put scatter_add"))
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 
@@ -54,8 +56,8 @@ class CudaAutocast(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is _T.to and len(args) > 1 and isinstance(args[1], str | torch.device):
-            args = (args[0], with_index(args[1]), *args[2:])
+        if func is _T.to and len(args) > 1:
+            args, kwargs = spelled_out(args, kwargs)
         if torch.is_autocast_enabled("cuda"):
             if func in LOWER_PRECISION:
                 args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))

@@ -10,8 +10,10 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+
 CARD = torch.device("cuda:0")
 _META = torch.device("meta")
+MULTIPROCESSORS = 132  # an H100's; only Liger's RMSNorm has a scratch row for each, a few hundred kilobytes in all
 _ONE = {True: 1.0, False: 1}
 _make_subclass = torch.Tensor._make_subclass
 
@@ -45,9 +47,10 @@ class CardMode(FakeTensorMode):
         super().__exit__(*exception)
         self._patch.stop()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __deepcopy__(self, memo: Any) -> CardMode:
+        return self  # PEFT copies modules, whose fake tensors point here
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return _ONE[args[0].dtype.is_floating_point]
         if func is torch.ops.aten.equal.default:
@@ -61,9 +64,14 @@ class CardMode(FakeTensorMode):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
-def with_index(value: Any) -> Any:
-    """Returns `value` with `cuda` spelled out as the card; PyTorch asks the driver which one is meant otherwise."""
-    return CARD if value in ("cuda", torch.device("cuda")) else value
+def spelled_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments of `Tensor.to` in a form that leaves PyTorch no question about the native device."""
+    tensor, target, *rest = args
+    if isinstance(target, torch.Tensor):
+        return (tensor, target.device, target.dtype, *rest), kwargs
+    if target in ("cuda", torch.device("cuda")):
+        return (tensor, CARD, *rest), kwargs
+    return args, kwargs
 
 
 def _is_already(tensor: torch.Tensor, wanted: dict[str, Any]) -> bool:
@@ -73,12 +81,9 @@ def _is_already(tensor: torch.Tensor, wanted: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def cuda_properties(*, multi_processors: int = 132, capability: tuple[int, int] = (9, 0)) -> Iterator[None]:
-    """Answers the questions that libraries ask the driver, as an H100 or H200 would.
-
-    Only scratch buffers of a few hundred kilobytes depend on these (Liger's RMSNorm has one row a multiprocessor).
-    """
-    properties = mock.Mock(multi_processor_count=multi_processors, major=capability[0], minor=capability[1])
+def cuda_properties(capability: tuple[int, int]) -> Iterator[None]:
+    """Answers the questions that libraries ask the driver."""
+    properties = mock.Mock(multi_processor_count=MULTIPROCESSORS, major=capability[0], minor=capability[1])
     with (
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch("torch.cuda.get_device_capability", return_value=capability),

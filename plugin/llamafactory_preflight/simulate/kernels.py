@@ -17,6 +17,7 @@ import torch
 
 from llamafactory_preflight.simulate.autocast import CudaAutocast
 
+
 aten = torch.ops.aten
 
 
@@ -55,15 +56,35 @@ def gemm_4bit(
     absmax_code: torch.Tensor | None = None,
     absmax_offset: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """bitsandbytes >= 0.50: beyond a few hundred tokens the weight is dequantized whole, then a plain matmul."""
-    if absmax_8bit is not None:
-        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32)
-    weight = inputs.new_empty(tuple(shape))
-    return aten.linear.default(inputs, weight, bias)  # type: ignore[no-any-return]
+    """As of 0.50, beyond a few hundred tokens: scales and weight are dequantized whole, then a plain matmul."""
+    scales = None
+    if absmax_8bit is not None:  # dequantized, and shifted by the offset into another tensor
+        scales = [torch.empty_like(absmax_8bit, dtype=torch.float32) for _ in range(2)]
+    product: torch.Tensor = aten.linear.default(inputs, inputs.new_empty(tuple(shape)), bias)
+    del scales
+    return product
+
+
+def int8_vectorwise_quant(inputs: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Its third result are the columns with outliers, whose number depends on values: none here."""
+    rows = inputs.new_empty(inputs.shape, dtype=torch.int8)
+    maxima = inputs.new_empty((inputs.numel() // inputs.shape[-1],), dtype=torch.float32)
+    if threshold <= 0.0:
+        return rows, maxima, None
+    inputs.abs().ge(threshold)
+    return rows, maxima, inputs.new_empty((0,), dtype=torch.int64)
+
+
+def int8_mixed_scaled_mm(
+    inputs: torch.Tensor, rows: torch.Tensor, weight: torch.Tensor, *scales: Any, **kwargs: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """An int32 product, its float16 dequantization, and a copy in the wanted type; no outliers."""
+    product = rows.new_empty((*rows.shape[:-1], weight.shape[0]), dtype=torch.int32)
+    return torch.empty_like(product, dtype=torch.float16).to(inputs.dtype), inputs.new_empty((0,))
 
 
 def sum_of_gradients(first: torch.Tensor, second: Any, **kwargs: Any) -> Any:
-    """Autograd's sum of two gradients of one tensor: in place in the one that nobody else holds, if there is one.
+    """Autograd's sum of two gradients of one tensor: in place in the earlier one, if nobody else holds that.
 
     `can_accumulate_inplace` denies that to every tensor subclass, so fake tensors would sum into a third tensor. That
     is a whole vocabulary matrix where the embedding is tied to the head.
@@ -71,15 +92,13 @@ def sum_of_gradients(first: torch.Tensor, second: Any, **kwargs: Any) -> Any:
     engine = sys._getframe(2).f_code.co_name == "_engine_run_backward"
     if not engine or torch.is_grad_enabled() or not isinstance(second, torch.Tensor) or first.shape != second.shape:
         return NotImplemented
-    if _held_by_engine_only(first):
-        return first.add_(second)
-    return second.add_(first) if _held_by_engine_only(second) else NotImplemented
+    return first.add_(second) if _held_by_engine_only(first) else NotImplemented
 
 
 def _held_by_engine_only(tensor: torch.Tensor) -> bool:
     """One reference of the engine's, and three that the dispatch to Python itself takes."""
     # Not by way of a variable: a Python object of the storage would count as a second holder.
-    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)  # type: ignore[attr-defined]
+    holders = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor._use_count() <= 4 and holders == 1  # type: ignore[attr-defined]
 
 
@@ -89,9 +108,10 @@ def replacements() -> Mapping[Any, Any]:
         aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
         aten.add.Tensor: sum_of_gradients,
     }
-    bnb = getattr(torch.ops, "bitsandbytes", None)
-    if bnb is not None and hasattr(bnb, "gemm_4bit"):
-        table[bnb.gemm_4bit.default] = gemm_4bit
+    for replacement in (gemm_4bit, int8_vectorwise_quant, int8_mixed_scaled_mm):
+        operator = getattr(torch.ops.bitsandbytes, replacement.__name__, None)
+        if operator is not None:
+            table[operator.default] = replacement
     return table
 
 
@@ -117,7 +137,8 @@ def attention_on_cuda(autocast: CudaAutocast) -> Any:
             if pad:
                 query, key, value = (torch.nn.functional.pad(each, (0, pad)) for each in (query, key, value))
             scale = scale if scale is not None else 1 / math.sqrt(query.shape[-1] - pad)
-            out = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+            flash = aten._scaled_dot_product_flash_attention
+            out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
             return out[..., : out.shape[-1] - pad] if pad else out
         if enable_gqa:
             groups = query.shape[1] // key.shape[1]
@@ -130,14 +151,18 @@ def attention_on_cuda(autocast: CudaAutocast) -> Any:
                 attn_mask = torch.nn.functional.pad(attn_mask, (0, pad))[..., : attn_mask.shape[-1]]
             attn_mask = attn_mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
         needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-        return aten._scaled_dot_product_efficient_attention(
+        efficient = aten._scaled_dot_product_efficient_attention
+        attended: torch.Tensor = efficient(
             query, key, value, attn_mask, needs_grad, dropout_p, is_causal, scale=scale
         )[0]
+        return attended
 
     return attention
 
 
-def _dropout_on_cuda(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+def _dropout_on_cuda(
+    input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> torch.Tensor:
     """The fused kernel that CUDA tensors take: it keeps a mask of one byte an element."""
     if not training or p == 0.0:
         return input
@@ -145,10 +170,7 @@ def _dropout_on_cuda(input: torch.Tensor, p: float = 0.5, training: bool = True,
 
 
 def _causal_mask_is_implied(original: Any) -> Any:
-    """transformers drops an all-ones padding mask; it looks at values, which a fake tensor has not.
-
-    Samples of full length, as planned for here, have no padding.
-    """
+    """The rule by which transformers drops a mask, without its look at values: full samples have no padding."""
     return lambda padding_mask, *args, **kwargs: original(None, *args, **kwargs)
 
 
@@ -157,12 +179,13 @@ def cuda_kernels(autocast: CudaAutocast) -> Iterator[None]:
     """Puts the functions above in the place of those that look at a tensor's native device or at its values."""
     from transformers import masking_utils
 
+    ignore_mask = _causal_mask_is_implied(masking_utils._ignore_causal_mask_sdpa)
     with ExitStack() as stack:
         for target, name, value in (
             (torch.nn.functional, "scaled_dot_product_attention", attention_on_cuda(autocast)),
             (torch.nn.functional, "dropout", _dropout_on_cuda),
             (torch, "clear_autocast_cache", autocast.clear_cache),
-            (masking_utils, "_ignore_causal_mask_sdpa", _causal_mask_is_implied(masking_utils._ignore_causal_mask_sdpa)),
+            (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

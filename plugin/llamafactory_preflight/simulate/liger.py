@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
+import torch
+
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.simulate.arguments import model_arguments
 
 
 @contextmanager
-def launches_left_out(model_type: str) -> Iterator[None]:
-    """Lets Liger run on fake tensors, and afterwards takes its patches off the model's classes.
+def applied_without_launches(run: RunDescription, config: Any) -> Iterator[None]:
+    """Applies Liger as LLaMA-Factory does, for fake tensors, and afterwards takes it off the model's classes.
 
     LLaMA-Factory patches the classes of the whole process, so the next simulation would have Liger too.
     """
@@ -21,17 +25,20 @@ def launches_left_out(model_type: str) -> Iterator[None]:
         import triton
         from liger_kernel.transformers import monkey_patch  # noqa: F401
     except ImportError as error:
-        raise Unmodelled(f"`enable_liger_kernel` can only be simulated where liger-kernel and triton are installed: {error}") from None
-    from transformers.loss import loss_utils
+        raise Unmodelled(f"liger-kernel can only be simulated where it and triton are installed: {error}") from None
+    from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
+    from transformers import AutoModelForCausalLM
 
-    modeling = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
-    functional = loss_utils.nn.functional
+    modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    functional = torch.nn.functional
     classes = {value: value.__dict__.get("forward") for value in vars(modeling).values() if isinstance(value, type)}
     names, cross_entropy = dict(vars(modeling)), functional.cross_entropy
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None))
         stack.enter_context(mock.patch("torch.cuda.device", lambda *args: nullcontext()))
         try:
+            needs_logits = run.stage not in ("pt", "sft")
+            apply_liger_kernel(config, model_arguments(run), is_trainable=True, require_logits=needs_logits)
             yield
         finally:
             vars(modeling).update(names)

@@ -15,6 +15,7 @@ from llamafactory_preflight.simulate.arguments import compute_dtype
 from llamafactory_preflight.simulate.card import CARD
 from llamafactory_preflight.simulate.storage import StorageTracker
 
+
 NUM_STEPS = 2  # optimizer states exist from the end of the first step on
 Batch = dict[str, torch.Tensor]
 
@@ -53,8 +54,8 @@ def wrap_forward(model: nn.Module, run: RunDescription) -> None:
 def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int) -> Iterator[None]:
     """Cuts forward and backward into stretches: one for each of the first and last `ends` layers, one for the rest.
 
-    A stretch's peak is then linear in the number of layers, which that of the whole pass need not be: the peak may move
-    from the loss to the first layers' gradients as a model deepens.
+    A stretch's peak is then linear in the number of layers, which that of the whole pass need not be: the peak may
+    move from the loss to the first layers' gradients as a model deepens.
     """
     handles = []
     count = len(layers)
@@ -74,7 +75,7 @@ def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int)
                 _cut(tracker, "head")
             hidden = output[0] if isinstance(output, tuple) else output
             if isinstance(hidden, torch.Tensor) and hidden.requires_grad:
-                hidden.register_hook(lambda _: _cut(tracker, name))
+                hidden.register_hook(lambda _: _cut(tracker, name))  # type: ignore[no-untyped-call]
 
         handles += [layer.register_forward_pre_hook(entered), layer.register_forward_hook(left)]
     try:
@@ -93,7 +94,7 @@ def _cut(tracker: StorageTracker, name: str) -> None:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescription, tracker: StorageTracker) -> None:
-    """Runs `NUM_STEPS` optimizer steps of `gradient_accumulation_steps` micro-batches."""
+    """Runs `NUM_STEPS` optimizer steps, with as many micro-steps as differ in what is alive."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = torch.ones((), device=CARD) if run.fp16 else None
     total = torch.zeros((), device=CARD)
@@ -104,14 +105,16 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescriptio
         num_items = torch.zeros((), dtype=torch.int64, device=CARD)
         tracker.allocating("activations")
         for micro_step, batch in enumerate(batches):
-            # All micro-steps between the second and the last are alike.
-            if 2 <= micro_step < run.gradient_accumulation_steps - 1:
-                continue
+            if (
+                micro_step > step
+            ):  # the first step only has to create states, and from the second micro-step all are alike
+                break
             name = f"forward_backward/{step}.{micro_step}"
             tracker.stretch(f"{name}/forward/embedding")
             loss = model(**batch, num_items_in_batch=num_items)["loss"]
             tracker.stretch(f"{name}/backward/head")
-            torch.autograd.backward(loss if scaler is None else loss * scaler)  # `Tensor.backward` would hide the modes
+            # Not `Tensor.backward`, which is itself seen by CudaAutocast and would run without it.
+            torch.autograd.backward(loss if scaler is None else loss * scaler)
             total += loss.detach()
             tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
         tracker.stretch(f"optimizer_step/{step}")

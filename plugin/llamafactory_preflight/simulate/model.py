@@ -13,8 +13,8 @@ from llamafactory_preflight.simulate.arguments import finetuning_arguments, mode
 from llamafactory_preflight.simulate.card import CARD
 
 
-def skeleton(config: Any, model_args: Any) -> tuple[nn.Module, Any]:
-    """Builds the model without storage, and its quantizer if there is one, as `from_pretrained` does first."""
+def skeleton(config: Any, model_args: Any) -> nn.Module:
+    """Builds the model without storage, its linear layers quantized if wanted, as `from_pretrained` does first."""
     from llamafactory.model.patcher import patch_config
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -24,10 +24,11 @@ def skeleton(config: Any, model_args: Any) -> tuple[nn.Module, Any]:
     kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
     dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     with torch.device("meta"):
-        model = kind.from_config(config, dtype=dtype, attn_implementation=_attention(config))
+        build: Any = kind.from_config
+        model = build(config, dtype=dtype, attn_implementation=_attention(config))
     model.tie_weights()
-    quantizer = quantized.replace_linear_layers(model, load_options.get("quantization_config"))
-    return model, quantizer
+    quantized.replace_linear_layers(model, load_options.get("quantization_config"))
+    return model  # type: ignore[no-any-return]
 
 
 def _attention(config: Any) -> str | None:

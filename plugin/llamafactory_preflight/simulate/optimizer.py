@@ -15,6 +15,7 @@ from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.arguments import finetuning_arguments, training_arguments
 
+
 PAGED_FROM = 100_000  # elements; bitsandbytes keeps smaller states on the card even when paged
 
 
@@ -27,8 +28,8 @@ def build(model: nn.Module, run: RunDescription) -> torch.optim.Optimizer:
         training_args = training_arguments(run, folder)
     custom = create_custom_optimizer(model, training_args, finetuning_arguments(run))
     if custom is not None:
-        return custom
-    kind, options = Trainer.get_optimizer_cls_and_kwargs(training_args, model)
+        return custom  # type: ignore[no-any-return]
+    kind, options = Trainer.get_optimizer_cls_and_kwargs(training_args, model)  # type: ignore[arg-type]
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -73,10 +74,10 @@ def on_paper(run: RunDescription) -> Iterator[None]:
         paged = self.is_paged and parameter.numel() >= PAGED_FROM
         return torch.zeros_like(parameter, dtype=dtype, device="cpu" if paged else parameter.device)
 
-    kernels = {name: lambda *args, **kwargs: None for name in ("optimizer_update_32bit", "optimizer_update_8bit_blockwise")}
     with (
         mock.patch.object(Optimizer8bit, "get_state_buffer", state_buffer),
-        mock.patch.multiple(bitsandbytes.functional, **kernels),
+        mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit"),
+        mock.patch.object(bitsandbytes.functional, "optimizer_update_8bit_blockwise"),
         mock.patch.object(bitsandbytes.optim.GlobalOptimManager, "_instance", None),
         mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True),
         mock.patch.dict(Optimizer8bit.__dict__.get("name2qmap", {}), clear=True),

@@ -10,11 +10,11 @@ from torch import nn
 from llamafactory_preflight.simulate.card import CARD
 
 
-def replace_linear_layers(model: nn.Module, settings: Any) -> Any:
-    """Lets transformers' quantizer swap the linear layers of a model without storage; returns it, or None."""
+def replace_linear_layers(model: Any, settings: Any) -> None:
+    """Lets transformers' quantizer swap the linear layers of a model without storage."""
     if settings is None:
-        return None
-    from transformers.quantizers import AutoHfQuantizer
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(settings)
     quantizer._process_model_before_weight_loading(model, device_map=None)
@@ -23,7 +23,6 @@ def replace_linear_layers(model: nn.Module, settings: Any) -> Any:
     model.hf_quantizer = quantizer
     model.quantization_method = quantizer.quantization_config.quant_method
     model.config.quantization_config = quantizer.quantization_config
-    return quantizer
 
 
 def load(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -10,6 +10,7 @@ from typing import Any
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.storage import Peak
 
+
 _PATTERNS = ("sliding_window_pattern", "full_attention_interval", "decoder_sparse_step", "interleave_moe_layer_step")
 _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
@@ -24,6 +25,14 @@ class Depths:
     real: int
 
 
+def read(config: Mapping[str, Any]) -> Any:
+    """Returns config.json as a transformers config."""
+    from transformers import AutoConfig
+
+    values = dict(config)
+    return AutoConfig.for_model(values.pop("model_type"), **values)
+
+
 def choose(config: Any, run: RunDescription) -> Depths:
     """Picks depths that differ by one period of the layer pattern and are congruent to the real depth.
 
@@ -33,11 +42,11 @@ def choose(config: Any, run: RunDescription) -> Depths:
     real = text.num_hidden_layers
     period = _period(text)
     special = abs(run.freeze_trainable_layers) if run.finetuning_type == "freeze" else 0
-    small = -(-special // period) * period + 2 * period
+    small = special + max(period, 2)
     small += (real - small) % period
     if small + period >= real:
         return Depths(small=real, large=real, ends=real, real=real)
-    return Depths(small=small, large=small + period, ends=period, real=real)
+    return Depths(small=small, large=small + period, ends=small // 2, real=real)
 
 
 def _period(text: Any) -> int:
