@@ -1,8 +1,9 @@
 """Compares predictions with measured runs and prints every row, the worst first.
 
-usage: python scripts/accuracy.py [FOLDER ...]     (default: every folder of tests/measured)
+usage: python scripts/accuracy.py [--accept] [FOLDER ...]     (default: every folder of tests/measured)
 
-A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and measured.jsonl (what it wrote).
+With --accept, what is predicted now is written to predicted_now.json, which a test compares, and the tables to
+tests/measured/README.md. A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and measured.jsonl (what it wrote).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from measure_runs import DEFAULTS
 
 GIB = 2**30
 MEASURED = Path(__file__).resolve().parent.parent / "tests" / "measured"
+MARK = "<!-- written by scripts/accuracy.py --accept -->"
 SOFTWARE = Software(
     llamafactory="0.9.5", torch="2.11.0", transformers="5.6.0", peft="0.18.1", accelerate="1.11.0", trl="0.24.0",
     bitsandbytes="0.50.2", liger_kernel="0.8.5",
@@ -45,6 +47,7 @@ class Row:
     low: int
     high: int
     cap: int | None
+    need: int
     verdict: str | None
     evaluation: tuple[int, int] | None
     beforehand: int | None
@@ -101,6 +104,7 @@ def _row(
         low=estimate.low_bytes,
         high=estimate.high_bytes,
         cap=cap,
+        need=verdict.needed_bytes(estimate, context_bytes=0),
         verdict=word,
         evaluation=(round(evaluation * GIB), estimate.phases["evaluate"]) if evaluation else None,
         beforehand=beforehand,
@@ -145,11 +149,22 @@ def _spread(errors: Sequence[float]) -> str:
     return f"{len(errors)} finished runs, median error {median:.3%}, worst {min(errors):+.2%} and {max(errors):+.2%}"
 
 
-def main(folders: Sequence[str]) -> None:
-    """Prints the tables."""
-    for folder in map(Path, folders) if folders else sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
+def main(arguments: Sequence[str]) -> None:
+    """Prints the tables; with --accept writes them."""
+    accept = "--accept" in arguments
+    named = [Path(argument) for argument in arguments if argument != "--accept"]
+    parts = []
+    for folder in named or sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
         rows = list(replay(folder))
-        print(f"\n## {folder.name}\n\n{summary(rows)}\n\n{table(rows)}")
+        parts.append(f"## {folder.name}\n\n{summary(rows)}.\n\n{table(rows)}\n")
+        if accept:
+            known = {row.id: row.predicted for row in rows}
+            (folder / "predicted_now.json").write_text(json.dumps(known, indent=1) + "\n")
+    print("\n".join(parts))
+    if accept and not named:
+        readme = MEASURED / "README.md"
+        head = readme.read_text().split(MARK)[0]
+        readme.write_text(head + MARK + "\n\n" + "\n".join(parts))
 
 
 if __name__ == "__main__":

@@ -130,12 +130,18 @@ def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:
 
 
 def softmax(ops: Ops, x: Tensor) -> Tensor:
-    """F.softmax(dtype=float32): saves its output; only for float16 is the cast part of the kernel."""
+    """F.softmax(dtype=float32): saves its output; only for float16 is the cast part of the kernel.
+
+    The backward first writes out gradient times output (aten/native/cuda/SoftMax.cu).
+    """
     x = x if x.dtype == FLOAT16 else ops.cast(x, FLOAT32)
     out = ops.empty(x.numel, FLOAT32)
-    size = x.nbytes
+    size, wide = x.nbytes, out.nbytes
 
     def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-        return (ops.storage(size),)
+        dx = ops.storage(size)
+        product = ops.storage(wide)
+        del product
+        return (dx,)
 
     return ops.link(out, (x,), (out.storage,), backward)

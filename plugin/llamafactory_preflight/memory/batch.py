@@ -43,19 +43,17 @@ def attention_kernel(run: RunDescription) -> str:
 def training_batch(run: RunDescription, length: int | None = None) -> Batch:
     """The batch of one micro-step at the cutoff, or at a given longest sample.
 
-    A packed sequence is one token longer than the cutoff, so that its padding shows in the mask
-    (llamafactory/data/processor/supervised.py); pretraining cuts its text into exact blocks.
+    A packed sequence is as long as the cutoff: LLaMA-Factory takes a token off the cutoff (data_args.py) and adds one for
+    padding (processor/supervised.py). Only one that is padded further, to the multiple, has a mask without neat packing.
     """
     packed = run.neat_packing or bool(run.packing)
     tokens = run.cutoff_len if length is None or packed else length
-    if packed and run.stage != "pt":
-        tokens += 1
     padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
     eager = attention_kernel(run) == "eager"
     mask = "none"
     if eager or (run.neat_packing and attention_kernel(run) != "fa2"):
         mask = "additive"
-    elif packed and run.stage != "pt" and attention_kernel(run) == "sdpa":
+    elif packed and padded > tokens and run.stage != "pt" and attention_kernel(run) == "sdpa":
         mask = "boolean"
     sequences = run.per_device_train_batch_size * (2 if run.stage in PAIRED_STAGES else 1)
     return Batch(

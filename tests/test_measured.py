@@ -1,0 +1,74 @@
+"""Replays every measured run: the prediction may not leave its bounds, and a row that moved is named."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accuracy  # noqa: E402
+
+
+FOLDERS = sorted(path.parent for path in accuracy.MEASURED.glob("*/measured.jsonl"))
+MOVED = 0.001
+"""Relative change of a prediction from which a row is named."""
+
+
+@pytest.fixture(scope="module", params=FOLDERS, ids=lambda folder: folder.name)
+def rows(request: pytest.FixtureRequest) -> list[accuracy.Row]:
+    return list(accuracy.replay(request.param))
+
+
+def errors(rows: list[accuracy.Row]) -> list[float]:
+    return [row.error for row in rows if row.error is not None]
+
+
+def test_the_median_error_is_at_most_one_percent(rows: list[accuracy.Row]) -> None:
+    assert statistics.median(map(abs, errors(rows))) <= 0.01
+
+
+def test_no_run_takes_two_percent_more_than_predicted(rows: list[accuracy.Row]) -> None:
+    assert [row.id for row in rows if row.error is not None and row.error < -0.02] == []
+
+
+def test_no_run_takes_six_percent_less_than_predicted(rows: list[accuracy.Row]) -> None:
+    assert [row.id for row in rows if row.error is not None and row.error > 0.06] == []
+
+
+def test_the_bounds_hold_the_truth_and_are_narrow(rows: list[accuracy.Row]) -> None:
+    finished = [row for row in rows if row.measured is not None]
+    assert sum(row.inside for row in finished) >= 0.95 * len(finished)
+    assert statistics.median((row.high - row.low) / row.predicted for row in finished) <= 0.06
+
+
+def test_evaluation_is_within_two_percent(rows: list[accuracy.Row]) -> None:
+    pairs = [row.evaluation for row in rows if row.evaluation is not None]
+    assert [pair for pair in pairs if abs(pair[1] / pair[0] - 1) > 0.02] == []
+
+
+def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row]) -> None:
+    wrong = []
+    for row in rows:
+        if row.cap is None:
+            continue
+        right = "fits" if row.measured is not None else "will_not_fit"
+        near = abs(row.need / row.cap - 1) <= 0.02
+        if row.verdict != right and not (row.verdict == "tight" and near):
+            wrong.append((row.id, row.verdict, right))
+    assert wrong == []
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_no_prediction_moved_unnoticed(folder: Path) -> None:
+    known = json.loads((folder / "predicted_now.json").read_text())
+    now = {row.id: row.predicted for row in accuracy.replay(folder)}
+    moved = {name: (known.get(name), size) for name, size in now.items() if abs(size / known.get(name, 1) - 1) > MOVED}
+    assert moved == {}, "run scripts/accuracy.py --accept if this is meant"
+    assert now.keys() == known.keys()
