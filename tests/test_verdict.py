@@ -26,12 +26,12 @@ def test_the_need_is_the_largest_phase_with_slack_and_context() -> None:
     assert verdict.needed_bytes(ESTIMATE, context_bytes=3) == 110
     evaluated = dataclasses.replace(ESTIMATE, phases={**ESTIMATE.phases, "evaluate": 200})
     assert verdict.needed_bytes(evaluated, context_bytes=3) == 210
-    assert verdict.need_bounds(evaluated, context_bytes=3) == (190, 230)
+    assert verdict.need_bounds(evaluated, context_bytes=3) == (183, 230)
 
 
 @pytest.mark.parametrize(
     ("budget", "word"),
-    [(121, "fits"), (120, "fits"), (119, "tight"), (100, "tight"), (99, "will_not_fit"), (1, "will_not_fit")],
+    [(121, "fits"), (120, "fits"), (119, "tight"), (93, "tight"), (92, "will_not_fit"), (1, "will_not_fit")],
 )
 def test_the_gpu_verdict_at_its_edges(budget: int, word: str) -> None:
     answer = verdict.judge_gpu(ESTIMATE, context_bytes=3, budget_bytes=budget)
