@@ -11,8 +11,9 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +64,15 @@ class Row:
         return self.measured is not None and self.low <= self.measured <= self.high
 
 
-def predict(case: dict[str, Any], models: dict[str, Any]) -> memory.MemoryEstimate:
-    """The estimate of one case on the card that the runs were measured on."""
+def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory.MemoryEstimate]:
+    """Parses one case; the call then predicts it for the card that the runs were measured on."""
     args = DEFAULTS | case["args"] | {"model_name_or_path": case["model"], "output_dir": "out", "dataset": "rows"}
     if args.pop("with_eval_dataset", False):
         args["eval_dataset"] = "rows"
     run = from_arguments(args, software=SOFTWARE, origin=case["id"])
     expandable = "expandable_segments:True" in case.get("env", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
     card = memory.Card(compute_capability=(9, 0), expandable_segments=expandable)
-    return memory.estimate(run, ModelShape.from_config(models[case["model"]]), software=SOFTWARE, card=card)
+    return partial(memory.estimate, run, ModelShape.from_config(models[case["model"]]), software=SOFTWARE, card=card)
 
 
 def replay(folder: Path) -> Iterator[Row]:
@@ -85,7 +86,7 @@ def replay(folder: Path) -> Iterator[Row]:
         if result is None or not (result["ok"] or result.get("out_of_memory")):
             continue
         try:
-            estimate = predict(case, plan["models"])
+            estimate = prepare(case, plan["models"])()
         except Unmodelled:
             continue
         yield _row(case, result, estimate, early.get(case["id"], {}).get("peak_allocated_bytes"))
