@@ -153,18 +153,15 @@ class StorageTracker(TorchDispatchMode):
     def _fullest_moments(self) -> dict[str, tuple[int, int]]:
         """For every stretch: the most bytes alive in it, and after how many events that was."""
         best: dict[str, tuple[int, int]] = {}
-        boundaries = iter([*self.stretches[1:], (len(self._events) + 1, "")])
-        name, (end, next_name) = self.stretches[0][1], next(boundaries)
-        total = 0
-        for position in range(len(self._events) + 1):
-            while position >= end:
-                name, (end, next_name) = next_name, next(boundaries)
-                best.setdefault(name, (total, position))
-            if position:
-                event = self._events[position - 1]
+        total = position = 0
+        ends = [start for start, _ in self.stretches[1:]] + [len(self._events)]
+        for (_, name), end in zip(self.stretches, ends, strict=True):
+            best[name] = max(best.get(name, (-1, 0)), (total, position), key=lambda moment: moment[0])
+            for event in self._events[position:end]:
+                position += 1
                 total += self.blocks[event].num_bytes if event >= 0 else -self.blocks[~event].num_bytes
-            if total > best.get(name, (-1, 0))[0]:
-                best[name] = (total, position)
+                if total > best[name][0]:
+                    best[name] = (total, position)
         return best
 
     def alive_at(self, position: int) -> list[int]:
