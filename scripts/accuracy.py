@@ -3,7 +3,8 @@
 usage: python scripts/accuracy.py [--accept] [FOLDER ...]     (default: every folder of tests/measured)
 
 With --accept, what is predicted now is written to predicted_now.json, which a test compares, and the tables to
-tests/measured/README.md. A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and measured.jsonl (what it wrote).
+tests/measured/README.md. A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and
+measured.jsonl (what it wrote).
 """
 
 from __future__ import annotations
@@ -76,11 +77,13 @@ def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory
 
 
 def replay(folder: Path) -> Iterator[Row]:
-    """Predicts every measured case of a folder; cases that no formula covers and runs with other errors are left out."""
+    """Predicts every measured case of a folder, but for those that no formula covers and runs with other errors."""
     plan = json.loads((folder / "cases.json").read_text())
     measured = {row["id"]: row for row in map(json.loads, (folder / "measured.jsonl").read_text().splitlines())}
     committed = folder / "predictions.jsonl"
-    early = {row["id"]: row for row in map(json.loads, committed.read_text().splitlines())} if committed.exists() else {}
+    early = (
+        {row["id"]: row for row in map(json.loads, committed.read_text().splitlines())} if committed.exists() else {}
+    )
     for case in plan["cases"]:
         result = measured.get(case["id"])
         if result is None or not (result["ok"] or result.get("out_of_memory")):
@@ -92,9 +95,7 @@ def replay(folder: Path) -> Iterator[Row]:
         yield _row(case, result, estimate, early.get(case["id"], {}).get("peak_allocated_bytes"))
 
 
-def _row(
-    case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, beforehand: int | None
-) -> Row:
+def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, beforehand: int | None) -> Row:
     cap = round(case["cap_gib"] * GIB) if "cap_gib" in case else None
     word = verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=cap).word if cap else None
     evaluation = result.get("evaluate_peak_allocated_gib")

@@ -2,10 +2,11 @@
 
 usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS]
 
-A case is {"id": ..., "model": config.json as a mapping or its name in CONFIGS, "args": {LLaMA-Factory arguments},
-"cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}. Weights are sparse files of zeros in the
-real shapes: memory does not depend on values. Every sample is cut to exactly `cutoff_len` tokens. Each case is a process of its
-own, forked from one that has imported everything, several side by side within the card's memory.
+CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name, "args":
+{LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}. Weights
+are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
+`cutoff_len` tokens. Each case is a process of its own, forked from one that has imported what takes long, several side
+by side within the card's memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ ROOT = Path(os.environ.get("MEASURE_ROOT", Path(tempfile.gettempdir()) / "measur
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system", "user", "assistant", "story"]
 DEFAULTS: dict[str, Any] = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen3_nothink",
-    "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4, "bf16": True,
-    "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1, "overwrite_cache": True,
+    "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4,
+    "bf16": True, "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1, "overwrite_cache": True,
     "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False, "disable_tqdm": True,
 }  # fmt: skip
 
@@ -236,7 +237,7 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: floa
 def _import_all_but_llamafactory() -> None:
     """Imports what takes long, once for all cases.
 
-    LLaMA-Factory itself is imported in each case: it starts CUDA, which no fork survives, and mends TRL before it imports it.
+    LLaMA-Factory itself is imported in each case: it starts CUDA, which no fork survives, and mends TRL first.
     """
     import datasets  # noqa: F401
     import peft  # noqa: F401

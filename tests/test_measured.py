@@ -59,7 +59,9 @@ def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row])
         if row.cap is None:
             continue
         right = "fits" if row.measured is not None else "will_not_fit"
-        near = row.predicted * 0.98 <= row.cap <= row.need * 1.02  # the need lies between the peak alone and with slack
+        near = (
+            row.predicted * 0.98 <= row.cap <= row.need * 1.02
+        )  # the need lies between the peak alone and with slack
         if row.verdict != right and not (row.verdict == "tight" and near):
             wrong.append((row.id, row.verdict, right))
     assert wrong == []

@@ -1,0 +1,171 @@
+"""Every remedy must be worth printing: it fits, LLaMA-Factory takes it, and it keeps what it promises to keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamafactory_preflight import memory, remedies, verdict
+from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.run import RunDescription, from_arguments
+from llamafactory_preflight.software import Software
+
+
+GIB = 2**30
+SOFTWARE = Software(
+    llamafactory="0.9.5", torch="2.9.1", transformers="5.6.0", liger_kernel="0.8.5", bitsandbytes="0.50.2"
+)
+SIZES = {  # hidden, layers, heads, intermediate, tied
+    "0.6b": (1024, 28, 16, 3072, True),
+    "1.7b": (2048, 28, 16, 6144, True),
+    "8b": (4096, 36, 32, 12288, False),
+    "14b": (5120, 40, 40, 17408, False),
+    "32b": (5120, 64, 64, 25600, False),
+}
+SETTINGS: list[dict[str, Any]] = [
+    {"per_device_train_batch_size": 8},
+    {"per_device_train_batch_size": 6, "cutoff_len": 4096, "optim": "adamw_torch"},
+    {"quantization_bit": 4, "cutoff_len": 16384, "disable_gradient_checkpointing": True},
+    {"finetuning_type": "full"},
+    {"finetuning_type": "full", "pure_bf16": True, "bf16": False, "enable_liger_kernel": True, "cutoff_len": 8192},
+    {"stage": "dpo", "per_device_train_batch_size": 4},
+    {"val_size": 0.1, "eval_strategy": "steps", "cutoff_len": 8192, "enable_liger_kernel": True},
+    {"pissa_init": True, "per_device_train_batch_size": 4, "cutoff_len": 4096},
+]
+FRACTIONS = (0.35, 0.6, 0.85)
+
+
+def shape(name: str) -> ModelShape:
+    hidden, layers, heads, width, tied = SIZES[name]
+    return ModelShape.from_config(
+        {
+            "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": width, "vocab_size": 151936,
+            "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
+        }
+    )  # fmt: skip
+
+
+def arguments(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
+    base = {
+        "model_name_or_path": "m", "stage": "sft", "do_train": True, "finetuning_type": "lora", "template": "qwen3",
+        "dataset": "identity", "bf16": True, "gradient_accumulation_steps": 2, "output_dir": str(folder),
+        "use_cpu": True,
+    }  # fmt: skip
+    return base | settings
+
+
+def fitting(budget: int) -> Callable[[MemoryEstimate], bool]:
+    return lambda estimate: verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=budget).word == "fits"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    name: str
+    given: dict[str, Any]
+    run: RunDescription
+    budget: int
+    found: tuple[Remedy, ...]
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Runs that do not fit, each with what is proposed for it."""
+    folder = tmp_path_factory.mktemp("out")
+    out = []
+    for size, settings, fraction in itertools.product(SIZES, SETTINGS, FRACTIONS):
+        given = arguments(settings, folder)
+        run = from_arguments(given, software=SOFTWARE, origin="test")
+        predict = partial(memory.estimate, shape=shape(size), software=SOFTWARE)
+        budget = int(max(predict(run).phases.values()) * fraction)
+        found = remedies.remedies(run, "qwen3", software=SOFTWARE, predict=predict, fits=fitting(budget))
+        out.append(Case(name=f"{size} {settings} {fraction}", given=given, run=run, budget=budget, found=found))
+    return out
+
+
+def test_at_least_forty_runs_get_a_remedy_and_each_remedy_fits(cases: list[Case]) -> None:
+    assert sum(bool(case.found) for case in cases) >= 40
+    for case in cases:
+        assert all(fitting(case.budget)(remedy.estimate) for remedy in case.found), case.name
+
+
+def test_llamafactory_itself_accepts_every_remedy(cases: list[Case], monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamafactory.hparams import parser
+
+    monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT", "off")
+    monkeypatch.setattr(
+        parser, "is_torch_bf16_gpu_available", lambda: True
+    )  # pure_bf16 needs a card; this is a laptop
+    accepted = 0
+    for case in cases:
+        for remedy in case.found:
+            parser.get_train_args(case.given | dict(remedy.set))
+            accepted += 1
+    assert accepted >= 40
+
+
+def test_the_effective_batch_stays_as_it_was(cases: list[Case]) -> None:
+    def effective(run: RunDescription) -> int:
+        return run.per_device_train_batch_size * run.gradient_accumulation_steps
+
+    changed = [
+        (effective(case.run), effective(dataclasses.replace(case.run, **remedy.set)))
+        for case in cases
+        for remedy in case.found
+        if "per_device_train_batch_size" in remedy.set
+    ]
+    assert changed
+    assert all(before == after for before, after in changed)
+
+
+def test_what_costs_nothing_comes_first_and_alone_if_it_suffices() -> None:
+    run = RunDescription(
+        model_name_or_path="m",
+        do_train=True,
+        bf16=True,
+        quantization_bit=4,
+        cutoff_len=16384,
+        per_device_train_batch_size=1,
+    )
+    predict = partial(memory.estimate, shape=shape("32b"), software=SOFTWARE)
+    found = remedies.remedies(run, "qwen3", software=SOFTWARE, predict=predict, fits=fitting(38 * GIB))
+    assert [remedy.line for remedy in found] == ["enable_liger_kernel=true"]
+
+
+@pytest.mark.parametrize(
+    ("missing", "key"), [("liger_kernel", "enable_liger_kernel"), ("bitsandbytes", "quantization_bit")]
+)
+def test_nothing_is_proposed_that_needs_a_missing_package(missing: str, key: str) -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, per_device_train_batch_size=8)
+    bare = dataclasses.replace(SOFTWARE, **{missing: None})
+    assert key in {name for change in remedies.changes(run, "qwen3", software=SOFTWARE) for name in change.set}
+    assert key not in {name for change in remedies.changes(run, "qwen3", software=bare) for name in change.set}
+
+
+def test_pissa_is_never_quantized() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, pissa_init=True)
+    sets = [change.set for change in remedies.changes(run, "qwen3", software=SOFTWARE)]
+    assert all("quantization_bit" not in changed for changed in sets)
+
+
+def test_a_combination_has_no_change_that_it_fits_without(cases: list[Case]) -> None:
+    tried = 0
+    for case in cases:
+        paid = [change.set for change in remedies.changes(case.run, "qwen3", software=SOFTWARE) if not change.free]
+        for remedy in case.found:
+            parts = [part for part in paid if part.items() <= remedy.set.items()]
+            for part in parts if len(parts) > 1 else ():
+                rest = {key: value for key, value in remedy.set.items() if key not in part}
+                changed = dataclasses.replace(case.run, **rest)
+                estimate = memory.estimate(changed, shape(case.name.split()[0]), software=SOFTWARE)
+                assert not fitting(case.budget)(estimate), (case.name, remedy.line, part)
+                tried += 1
+    assert tried
