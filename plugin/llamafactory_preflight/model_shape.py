@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.vision_shape import VISION_SHAPES, VisionShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,6 +20,7 @@ class Family:
         sandwich_norms: A second norm behind attention and behind the MLP.
         wide_norm: The norm computes to its end in float32 (Gemma), not only its statistics.
         moe: The MLPs are experts.
+        liger: LLaMA-Factory applies liger's kernels to it; for other types it warns and goes on without.
     """
 
     qk_norm: bool = False
@@ -26,6 +28,7 @@ class Family:
     sandwich_norms: bool = False
     wide_norm: bool = False
     moe: bool = False
+    liger: bool = True
 
 
 FAMILIES: Mapping[str, Family] = {
@@ -35,6 +38,8 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3": Family(qk_norm=True),
     "qwen3_moe": Family(qk_norm=True, moe=True),
     "gemma3_text": Family(qk_norm=True, sandwich_norms=True, wide_norm=True),
+    "qwen3_vl": Family(qk_norm=True, liger=False),
+    "qwen2_5_vl": Family(qkv_bias=True),
 }
 """Model types whose layers are modelled, after transformers' modelling files."""
 
@@ -74,6 +79,7 @@ class ModelShape:
     moe: MoeShape | None = None
     quantization_method: str | None = None
     quantization_bits: int | None = None
+    vision: VisionShape | None = None
 
     @property
     def query_size(self) -> int:
@@ -99,11 +105,14 @@ class ModelShape:
         family = FAMILIES.get(model_type)
         if family is None:
             raise Unmodelled(f"Model type `{model_type or 'none given'}` is not one this version has a formula for")
+        outer = config
+        config = {**outer, **outer.get("text_config", {})}
         missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
         if missing:
             raise Unmodelled(f"config.json of the {model_type} model has no {', '.join(missing)}")
         heads = config["num_attention_heads"]
-        quantization = config.get("quantization_config") or {}
+        quantization = outer.get("quantization_config") or {}
+        vision = VISION_SHAPES.get(model_type)
         attention_bias = bool(config.get("attention_bias", False))
         return cls(
             model_type=model_type,
@@ -115,7 +124,7 @@ class ModelShape:
             num_key_value_heads=config.get("num_key_value_heads") or heads,
             head_dim=config.get("head_dim") or config["hidden_size"] // heads,
             vocab_size=config["vocab_size"],
-            tie_word_embeddings=bool(config.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
+            tie_word_embeddings=bool(outer.get("tie_word_embeddings", model_type in _TIED_BY_DEFAULT)),
             qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
             output_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=bool(config.get("mlp_bias", False)),
@@ -125,13 +134,15 @@ class ModelShape:
             moe=_moe(config) if family.moe else None,
             quantization_method=quantization.get("quant_method"),
             quantization_bits=quantization.get("bits"),
+            vision=vision(outer.get("vision_config") or {}, config["hidden_size"]) if vision else None,
         )
 
 
 def _sliding_window(config: Mapping[str, Any]) -> int | None:
     """The window of those layers that have one; a config may name a window and say that it is not used."""
     window = config.get("sliding_window")
-    return window if isinstance(window, int) and config.get("use_sliding_window", True) else None
+    switched = config.get("use_sliding_window", not str(config.get("model_type", "")).startswith("qwen"))
+    return window if isinstance(window, int) and switched else None
 
 
 def _moe(config: Mapping[str, Any]) -> MoeShape:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.vision_shape import VisionShape
 
 
 PAD_MULTIPLE = 8
@@ -40,33 +41,44 @@ def attention_kernel(run: RunDescription) -> str:
     return {"disabled": "eager", "fa2": "fa2"}.get(run.flash_attn, "sdpa")
 
 
-def training_batch(run: RunDescription, length: int | None = None) -> Batch:
-    """The batch of one micro-step at the cutoff, or at a given longest sample.
+def training_batch(run: RunDescription, vision: VisionShape | None = None, length: int | None = None) -> Batch:
+    """The batch of one micro-step at the cutoff, or at a given longest sample."""
+    return _batch(run, run.per_device_train_batch_size, vision, length, prefetched=run.gradient_accumulation_steps)
 
-    A packed sequence is as long as the cutoff: LLaMA-Factory takes a token off the cutoff (data_args.py) and adds one for
-    padding (processor/supervised.py). Only one that is padded further, to the multiple, has a mask without neat packing.
+
+def evaluation_batch(run: RunDescription, vision: VisionShape | None = None) -> Batch:
+    """The batch of one evaluation step: its size is an argument of its own, 8 by default."""
+    return _batch(run, run.per_device_eval_batch_size, vision, None, prefetched=1)
+
+
+def adds_dummy_image(run: RunDescription, vision: VisionShape | None) -> bool:
+    """Whether LLaMA-Factory's collator puts a blank image behind the first sample of a batch that has no images."""
+    return vision is not None and run.template in vision.templates and run.stage != "pt"
+
+
+def _batch(
+    run: RunDescription, samples: int, vision: VisionShape | None, length: int | None, *, prefetched: int
+) -> Batch:
+    """A batch as LLaMA-Factory collates it.
+
+    A packed sequence is as long as the cutoff: LLaMA-Factory takes a token off it (data_args.py) and adds one of
+    padding (processor/supervised.py). Padding to a multiple, or beside a blank image, makes a mask necessary.
     """
     packed = run.neat_packing or bool(run.packing)
     tokens = run.cutoff_len if length is None or packed else length
-    padded = -(-tokens // PAD_MULTIPLE) * PAD_MULTIPLE
-    eager = attention_kernel(run) == "eager"
+    dummy = adds_dummy_image(run, vision)
+    longest = tokens + vision.dummy_tokens if dummy and vision is not None else tokens
+    padded = longest if run.stage == "pt" else -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
+    kernel = attention_kernel(run)
     mask = "none"
-    if eager or (run.neat_packing and attention_kernel(run) != "fa2"):
+    if kernel == "eager" or (run.neat_packing and kernel != "fa2"):
         mask = "additive"
-    elif packed and padded > tokens and run.stage != "pt" and attention_kernel(run) == "sdpa":
+    elif padded > tokens and kernel == "sdpa":
         mask = "boolean"
-    sequences = run.per_device_train_batch_size * (2 if run.stage in PAIRED_STAGES else 1)
     return Batch(
-        sequences=sequences,
+        sequences=samples * (2 if run.stage in PAIRED_STAGES else 1),
         length=padded,
         mask=mask,
-        positions=packed and run.stage != "pt",
-        prefetched=run.gradient_accumulation_steps,
+        positions=(packed and run.stage != "pt") or vision is not None,
+        prefetched=prefetched,
     )
-
-
-def evaluation_batch(run: RunDescription) -> Batch:
-    """The batch of one evaluation step: its size is an argument of its own, 8 by default."""
-    mask = "additive" if attention_kernel(run) == "eager" else "none"
-    sequences = run.per_device_eval_batch_size * (2 if run.stage in PAIRED_STAGES else 1)
-    return Batch(sequences=sequences, length=run.cutoff_len, mask=mask, positions=False)

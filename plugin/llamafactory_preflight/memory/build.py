@@ -39,7 +39,9 @@ class Builder:
         self.fresh_gradients, self.first_step = fresh_gradients, first_step
         self.precision = precision(run, shape)
         self.kernels = Kernels(
-            liger=run.enable_liger_kernel, attention=attention_kernel(run), wide_norm=shape.family.wide_norm
+            liger=run.enable_liger_kernel and shape.family.liger,
+            attention=attention_kernel(run),
+            wide_norm=shape.family.wide_norm,
         )
         self.booked = Storage(ops.ledger, 0, "weights")
         self.targets = parameters.lora_targets(run, shape) if run.finetuning_type == "lora" else {}
@@ -50,7 +52,7 @@ class Builder:
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
         ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
-        liger_loss = self.run.enable_liger_kernel and self.run.stage in ("pt", "sft")
+        liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
         return self._model(self._segments(inputs), ends, kind=checkpointing_kind(self.run), liger_loss=liger_loss)
 
     def reference_model(self, batch: Batch) -> Model:

@@ -106,6 +106,10 @@ def _refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
         raise Unmodelled(f"Runs with {', '.join(f'`{name}`' for name in paths)} have no formula yet")
     if run.deepspeed is not None:
         raise Unmodelled("What DeepSpeed shards and moves to the host has no formula yet")
+    if shape.vision is not None and not (run.freeze_vision_tower and run.freeze_multi_modal_projector):
+        raise Unmodelled("Training the vision tower or the projector has no formula yet")
+    if shape.vision is not None and run.freeze_language_model:
+        raise Unmodelled("Training a vision model without its language model has no formula yet")
     if run.stage == "ppo":
         raise Unmodelled("PPO has no formula yet: it samples answers of a length that is not known beforehand")
     if run.finetuning_type == "oft":
@@ -125,7 +129,7 @@ class _Estimator:
         self, run: RunDescription, shape: ModelShape, software: Software, card: Card, length: int | None
     ) -> None:
         self.run, self.shape, self.software, self.card = run, shape, software, card
-        self.batch = training_batch(run, length)
+        self.batch = training_batch(run, shape.vision, length)
         self.precision = precision(run, shape)
         self.block = Ledger(expandable_segments=card.expandable_segments).block
         self.groups = statics.trainable_groups(run, shape)
@@ -199,7 +203,7 @@ class _Estimator:
             return 0
         ledger, held = self.ledger(gradients=False)
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        batch = evaluation_batch(self.run)
+        batch = evaluation_batch(self.run, self.shape.vision)
         model = Builder(self.run, self.shape, ops, fresh_gradients=True).model(batch)
         step.evaluation_step(ops, model, batch.tokens)
         del held
@@ -238,7 +242,7 @@ class _Estimator:
             slack_bytes=slack,
             host_bytes=_PROCESS_HOST_BYTES + self.weights,
             tokens_per_step=self.batch.tokens * self.run.gradient_accumulation_steps,
-            reasons=tuple(reasons(self.run, self.batch)),
+            reasons=tuple(reasons(self.run, self.shape, self.batch)),
         )
 
 
@@ -256,9 +260,13 @@ def evaluates(run: RunDescription) -> bool:
     return has_data and (run.do_eval or run.eval_strategy != "no")
 
 
-def reasons(run: RunDescription, batch: Batch) -> list[str]:
+def reasons(run: RunDescription, shape: ModelShape, batch: Batch) -> list[str]:
     """One sentence for each inferred value."""
     words = [f"A micro-batch is {batch.sequences} x {batch.length} tokens, the longest that the arguments allow."]
     if run.gradient_checkpointing and run.disable_gradient_checkpointing:
         words.append("`gradient_checkpointing: true` makes the Trainer checkpoint although it is disabled elsewhere.")
+    if run.enable_liger_kernel and not shape.family.liger:
+        words.append(f"LLaMA-Factory has no liger kernels for {shape.model_type}: the logits are written out.")
+    if shape.vision is not None:
+        words.append("This is for text alone: images add their tokens and the vision tower's activations.")
     return words

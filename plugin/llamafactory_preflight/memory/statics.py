@@ -131,18 +131,32 @@ def base_weight_bytes(
         trained: Type of what is trained.
         block: Bytes that the allocator counts for a request.
     """
-    if run.finetuning_type == "full":
-        return total(model_groups(shape)) * dtypes.size(trained)
+    vision = vision_bytes(run, shape, loaded, block)
     everything = total(model_groups(shape))
+    if run.finetuning_type == "full":
+        return everything * dtypes.size(trained) + vision
     if run.finetuning_type == "freeze":
         upcast = total(freeze_groups(run, shape))
-        return everything * dtypes.size(loaded) + upcast * (dtypes.size(trained) - dtypes.size(loaded))
+        return everything * dtypes.size(loaded) + upcast * (dtypes.size(trained) - dtypes.size(loaded)) + vision
     if run.quantization_bit is None:
-        return everything * dtypes.size(loaded)
+        return everything * dtypes.size(loaded) + vision
     linears = parameters.layer_linears(shape).values()
     unquantized = everything - shape.num_layers * sum(linear.numel for linear in linears)
     quantized = sum(quantized_bytes(linear.numel, linear.out_features, run, block) for linear in linears)
-    return unquantized * dtypes.size(loaded) + shape.num_layers * quantized
+    return unquantized * dtypes.size(loaded) + shape.num_layers * quantized + vision
+
+
+def vision_bytes(run: RunDescription, shape: ModelShape, loaded: int, block: Callable[[int], int]) -> int:
+    """Bytes of the vision tower and projector, which stay frozen; quantization takes their linear layers too."""
+    if shape.vision is None:
+        return 0
+    size = shape.vision.numel * dtypes.size(loaded)
+    if run.quantization_bit is None:
+        return size
+    for linear in shape.vision.linears:
+        quantized = quantized_bytes(linear.numel, linear.out_features, run, block)
+        size += linear.count * (quantized - linear.numel * dtypes.size(loaded))
+    return size
 
 
 def quantized_bytes(numel: int, rows: int, run: RunDescription, block: Callable[[int], int]) -> int:

@@ -1,0 +1,97 @@
+"""The vision side of a multimodal model: the frozen weights it brings, and what it adds to a batch of text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionLinear:
+    """`count` linear layers of one size, with a bias each."""
+
+    in_features: int
+    out_features: int
+    count: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of one weight matrix."""
+        return self.in_features * self.out_features
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisionShape:
+    """Vision tower and projector, as far as a run on text needs to know them.
+
+    Attributes:
+        linears: The linear layers, which quantization changes.
+        other: Elements of everything else.
+        templates: LLaMA-Factory's templates that know the model's images.
+        dummy_tokens: Tokens of the blank image that LLaMA-Factory's collator adds to a batch without images.
+    """
+
+    linears: tuple[VisionLinear, ...]
+    other: int
+    templates: frozenset[str]
+    dummy_tokens: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of all weights."""
+        return self.other + sum(linear.count * (linear.numel + linear.out_features) for linear in self.linears)
+
+
+def qwen3_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
+    """Qwen3-VL: blocks with one qkv projection and LayerNorms, a merger, and one more for each deep-stacked layer."""
+    size, depth = vision.get("hidden_size", 1152), vision.get("depth", 27)
+    width = vision.get("intermediate_size", 4304)
+    patch, frames = vision.get("patch_size", 16), vision.get("temporal_patch_size", 2)
+    merged = size * vision.get("spatial_merge_size", 2) ** 2
+    stacked = len(vision.get("deepstack_visual_indexes", (8, 16, 24)))
+    out = vision.get("out_hidden_size", hidden_size)
+    return VisionShape(
+        linears=(
+            *_blocks(depth, (size, 3 * size), (size, size), (size, width), (width, size)),
+            *_blocks(1 + stacked, (merged, merged), (merged, out)),
+        ),
+        other=(
+            size * (vision.get("in_channels", 3) * frames * patch**2 + 1)
+            + size * vision.get("num_position_embeddings", 2304)
+            + depth * 4 * size
+            + 2 * size
+            + stacked * 2 * merged
+        ),
+        templates=frozenset({"qwen3_vl", "qwen3_vl_nothink"}),
+        dummy_tokens=66,
+    )
+
+
+def qwen2_5_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
+    """Qwen2.5-VL: as Qwen3-VL's, with a gated MLP, RMSNorms and one merger."""
+    size, depth = vision.get("hidden_size", 1280), vision.get("depth", 32)
+    width = vision.get("intermediate_size", 3420)
+    patch, frames = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+    merged = size * vision.get("spatial_merge_size", 2) ** 2
+    out = vision.get("out_hidden_size", hidden_size)
+    return VisionShape(
+        linears=(
+            *_blocks(depth, (size, 3 * size), (size, size), (size, width), (size, width), (width, size)),
+            *_blocks(1, (merged, merged), (merged, out)),
+        ),
+        other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 2 * size + size,
+        templates=frozenset({"qwen2_vl"}),
+        dummy_tokens=6,
+    )
+
+
+def _blocks(count: int, *sizes: tuple[int, int]) -> tuple[VisionLinear, ...]:
+    return tuple(VisionLinear(in_features=a, out_features=b, count=count) for a, b in sizes)
+
+
+VISION_SHAPES: Mapping[str, Callable[[Mapping[str, Any], int], VisionShape]] = {
+    "qwen3_vl": qwen3_vl,
+    "qwen2_5_vl": qwen2_5_vl,
+}
+"""Model types with a vision tower, after transformers' modelling files."""
