@@ -63,7 +63,7 @@ def estimate(
     if length is not None and not run.packing and not run.neat_packing:
         run = dataclasses.replace(run, cutoff_len=min(run.cutoff_len, length))
     card = card or Card()
-    with _quiet():
+    with _quiet(), _anything_else_is_unknown():
         full = shallow.read(config)
         depths = shallow.choose(full, run)
         small, large = (
@@ -99,6 +99,17 @@ def _refuse_other_loops(run: RunDescription) -> None:
     for name in NOT_FOLLOWED:
         if getattr(run, name):
             raise Unmodelled(f"the simulation does not follow `{name}`")
+
+
+@contextmanager
+def _anything_else_is_unknown() -> Iterator[None]:
+    """Turns what LLaMA-Factory refuses, and what fake tensors cannot do, into an unknown verdict."""
+    try:
+        yield
+    except Unmodelled:
+        raise
+    except Exception as error:
+        raise Unmodelled(f"the simulated run fails with {type(error).__name__}: {error}") from error
 
 
 @contextmanager

@@ -44,6 +44,19 @@ def flash_attention_backward(
     return grads  # type: ignore[return-value]
 
 
+def softmax_backward(grad: torch.Tensor, output: torch.Tensor, dim: int, input_dtype: torch.dtype) -> torch.Tensor:
+    """`softmax_backward_cuda_out` first multiplies the gradient with the output."""
+    product = torch.empty_like(grad)
+    result = torch.empty_like(grad, dtype=input_dtype)
+    del product
+    return result
+
+
+def addmm_to_float32(*args: Any, out: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """Half-precision factors added to a float32 matrix in place; PyTorch's fake kernel fails on it."""
+    return out
+
+
 def gemm_4bit(
     inputs: torch.Tensor,
     packed: torch.Tensor,
@@ -106,8 +119,11 @@ def replacements() -> Mapping[Any, Any]:
     """Operator to replacement, for the libraries that are installed."""
     table: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
+        aten._softmax_backward_data.default: softmax_backward,
         aten.add.Tensor: sum_of_gradients,
     }
+    if hasattr(aten.addmm, "dtype_out"):
+        table[aten.addmm.dtype_out] = addmm_to_float32
     for replacement in (gemm_4bit, int8_vectorwise_quant, int8_mixed_scaled_mm):
         operator = getattr(torch.ops.bitsandbytes, replacement.__name__, None)
         if operator is not None:

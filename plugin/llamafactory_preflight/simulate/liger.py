@@ -13,6 +13,10 @@ import torch
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.arguments import model_arguments
+from llamafactory_preflight.simulate.card import CARD
+
+
+AUTOTUNE_BUFFER = 256 * 1024**2  # bytes (`get_empty_cache_for_benchmark` of Triton's NVIDIA driver)
 
 
 @contextmanager
@@ -35,6 +39,7 @@ def applied_without_launches(run: RunDescription, config: Any) -> Iterator[None]
     names, cross_entropy = dict(vars(modeling)), functional.cross_entropy
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(triton.runtime.jit.JITFunction, "run", lambda *args, **kwargs: None))
+        stack.enter_context(mock.patch.object(triton.runtime.autotuner.Autotuner, "run", _autotuned_launch(set())))
         stack.enter_context(mock.patch("torch.cuda.device", lambda *args: nullcontext()))
         try:
             needs_logits = run.stage not in ("pt", "sft")
@@ -45,6 +50,17 @@ def applied_without_launches(run: RunDescription, config: Any) -> Iterator[None]
             functional.cross_entropy = cross_entropy
             for owner, forward in classes.items():
                 _restore(owner, forward)
+
+
+def _autotuned_launch(tuned: set[int]) -> Any:
+    """A launch of a kernel that Triton tunes at its first call, with a buffer to flush the L2 cache in between."""
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> None:
+        if id(self) not in tuned:
+            torch.empty(AUTOTUNE_BUFFER, dtype=torch.uint8, device=CARD)
+            tuned.add(id(self))
+
+    return run
 
 
 def _restore(owner: type, forward: Any) -> None:

@@ -58,6 +58,10 @@ def needs_bitsandbytes(run: RunDescription) -> bool:
     return run.quantization_bit is not None or "8bit" in name or "paged" in name or "bnb" in name
 
 
+def _no_launch(*args: Any, **kwargs: Any) -> None:
+    """In the place of an update kernel, which works in place; a mock would keep its arguments alive."""
+
+
 @contextmanager
 def on_paper(run: RunDescription) -> Iterator[None]:
     """Lets bitsandbytes' optimizers run without its CUDA library, and forgets what they cache in the process."""
@@ -76,8 +80,8 @@ def on_paper(run: RunDescription) -> Iterator[None]:
 
     with (
         mock.patch.object(Optimizer8bit, "get_state_buffer", state_buffer),
-        mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit"),
-        mock.patch.object(bitsandbytes.functional, "optimizer_update_8bit_blockwise"),
+        mock.patch.object(bitsandbytes.functional, "optimizer_update_32bit", _no_launch),
+        mock.patch.object(bitsandbytes.functional, "optimizer_update_8bit_blockwise", _no_launch),
         mock.patch.object(bitsandbytes.optim.GlobalOptimManager, "_instance", None),
         mock.patch.dict(bitsandbytes.functional.name2qmap, clear=True),
         mock.patch.dict(Optimizer8bit.__dict__.get("name2qmap", {}), clear=True),

@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from transformers.integrations.neftune import activate_neftune
 
 from llamafactory_preflight.memory.estimate import Card, cublas_workspace, evaluates
 from llamafactory_preflight.run import RunDescription
@@ -56,6 +57,8 @@ def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> Storage
         size = cublas_workspace(card.compute_capability)
         workspaces = [torch.empty(size, dtype=torch.uint8, device=CARD) for _ in ("main thread", "autograd's thread")]
         tracker.allocating("activations")
+        if run.neftune_noise_alpha is not None:
+            activate_neftune(network, run.neftune_noise_alpha)  # type: ignore[no-untyped-call]
         loop.wrap_forward(network, run)
         steps = optimizer.build(network, run)
         layers = model.decoder_layers(network, text.num_hidden_layers)
