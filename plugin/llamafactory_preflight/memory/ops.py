@@ -218,7 +218,7 @@ class Ops:
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             to_input = Storage(self.ledger, dx, "activations", viewed=True) if dx else None
-            return (to_input, self.storage(dw, owner) if dw else None)
+            return (to_input, Storage(self.ledger, dw, owner, viewed=True) if dw else None)
 
         return self.link(out, (x, used), saved, backward)
 
