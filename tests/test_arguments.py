@@ -145,7 +145,14 @@ def written(tmp_path: Path) -> Callable[[str, str], Path]:
         ("a.yaml", "3", "holds no mapping"),
         ("a.yaml", "{a", "is not YAML"),
         ("a.yaml", "a: b: c", "is not YAML"),
-        ("a.yaml", "a: 1\na: 2", "duplicate key a"),
+        ("a.yaml", "a: 1\na: 2", "duplicate key a, line 2, column 1"),
+        ("a.yaml", "a:\n\tb: 1", "is not YAML.*line 2, column 1"),
+        ("a.yaml", "a: &a [*a]", "is not YAML"),
+        ("a.yaml", "", "holds no arguments"),
+        ("a.yaml", "hello", "holds no arguments"),
+        ("a.yaml", "!!python/object/apply:os.system ['exit']", "is not YAML"),
+        ("a.json", "null", "holds no arguments"),
+        ("a.json", "[" * 100_000, "nested too deeply"),
         ("a.json", "{a", "is not JSON"),
         ("a.json", "[1]", "holds a list"),
         ("a.json", "3", "holds no mapping"),
@@ -157,12 +164,45 @@ def test_faulty_files(written: Callable[[str, str], Path], name: str, text: str,
         arguments.read(written(name, text))
 
 
+@pytest.mark.parametrize("content", [bytes(range(256)), "a: 1".encode("utf-16")])
+def test_what_is_not_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=r"a\.yaml is not UTF-8 text"):
+        arguments.read(file)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content), "utf-8", errors="surrogateescape"))
+    with pytest.raises(UserError, match="standard input is not UTF-8 text"):
+        arguments.read("-")
+
+
+@pytest.mark.parametrize("marks", ["\ufeffa: 1\nb: 2\n", "a: 1\r\nb: 2\r\n"], ids=["byte order mark", "crlf"])
+def test_what_editors_add_is_no_fault(tmp_path: Path, marks: str) -> None:
+    file = tmp_path / "参数 1.yaml"
+    file.write_bytes(marks.encode())
+    assert arguments.read(file) == {"a": 1, "b": 2}
+
+
+def test_what_cannot_be_read_is_told_without_numbers(tmp_path: Path) -> None:
+    (tmp_path / "loop.yaml").symlink_to("loop.yaml")
+    with pytest.raises(UserError, match=r"loop\.yaml cannot be read: Too many levels of symbolic links\.$"):
+        arguments.read(tmp_path / "loop.yaml")
+    (tmp_path / "a.yaml").mkdir()
+    with pytest.raises(UserError, match=r"a\.yaml cannot be read: Is a directory\.$"):
+        arguments.read(tmp_path / "a.yaml")
+
+
+def test_a_closed_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(UserError, match="standard input holds no arguments"):
+        arguments.read("-")
+
+
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nope\.yaml does not exist"):
         arguments.read(tmp_path / "nope.yaml")
 
 
-@pytest.mark.parametrize("override", ["--lora_rank", "lora_rank", "--lora_rank=4"])
+@pytest.mark.parametrize("override", ["--lora_rank", "lora_rank", "--lora_rank=4", "=4"])
 def test_a_faulty_override(written: Callable[[str, str], Path], override: str) -> None:
     with pytest.raises(UserError, match="is not an override"):
         arguments.read(written("a.yaml", "a: 1"), [override])

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from llamafactory_preflight import schema
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import UserError, words
 
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+ONE_A_LINE = "Write one `key: value` a line"
 
 
 def read(source: Path | Literal["-"] | Sequence[str], overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -32,7 +33,7 @@ def read(source: Path | Literal["-"] | Sequence[str], overrides: Sequence[str] =
         UserError: The file is missing, is not YAML or holds no mapping, or an override is malformed.
     """
     if source == "-":
-        return _merged(sys.stdin.read(), "standard input", overrides)
+        return _merged(_standard_input(), "standard input", overrides)
     if isinstance(source, Path):
         return _merged(_text(source), str(source), overrides, as_json=source.suffix == ".json")
     if source and source[0].endswith(CONFIG_SUFFIXES):
@@ -42,41 +43,62 @@ def read(source: Path | Literal["-"] | Sequence[str], overrides: Sequence[str] =
 
 def _text(file: Path) -> str:
     if file.suffix not in CONFIG_SUFFIXES:
-        raise UserError(f"{file} is not a .yaml, .yml or .json file", next_step="LLaMA-Factory reads no others")
+        raise UserError(
+            f"{file} is not a .yaml, .yml or .json file",
+            next_step="LLaMA-Factory reads no others; overrides are written key=value",
+        )
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(
             f"{file} does not exist", next_step="Check the path, or see `llamafactory-cli presets list`"
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} cannot be read: {error}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{file} is not UTF-8 text", next_step="Save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {words(error)}") from None
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:  # closed by whoever started us
+        return ""
+    try:
+        text = sys.stdin.read()
+        text.encode()  # Python lets through what is not UTF-8, as surrogates
+    except UnicodeError:
+        raise UserError("standard input is not UTF-8 text") from None
+    return text
 
 
 def _merged(text: str, origin: str, overrides: Sequence[str], *, as_json: bool = False) -> dict[str, Any]:
     # PyYAML would read 1e-4 as text; OmegaConf's loader, which LLaMA-Factory uses, reads a number.
     import yaml
-    from omegaconf import DictConfig, OmegaConf
+    from omegaconf import DictConfig, ListConfig, OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         loaded = OmegaConf.create(json.loads(text)) if as_json else OmegaConf.load(io.StringIO(text))
         if not isinstance(loaded, DictConfig):
-            raise UserError(f"{origin} holds a list", next_step="Write one `key: value` a line")
+            kind = "a list" if isinstance(loaded, ListConfig) else "no arguments"
+            raise UserError(f"{origin} holds {kind}", next_step=ONE_A_LINE)
         for item in overrides:
-            if "=" not in item or item.startswith("-"):
+            if "=" not in item or item.startswith(("-", "=")):
                 raise UserError(f"{item!r} is not an override", next_step="Write it as key=value")
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     except json.JSONDecodeError as error:
         raise UserError(f"{origin} is not JSON: {error}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise UserError(f"{origin} is not YAML: {str(error.problem).rstrip('.')}{place}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{origin} is not YAML: {' '.join(str(error).split())}") from None
+        raise UserError(f"{origin} is not YAML: {words(error)}") from None
+    except RecursionError:
+        raise UserError(f"{origin} is nested too deeply", next_step=ONE_A_LINE) from None
     except (OmegaConfBaseException, OSError, TypeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{origin} holds no mapping of arguments: {reason}", next_step="Write one `key: value` a line"
-        ) from None
-    assert isinstance(merged, dict)
+        raise UserError(f"{origin} holds no mapping of arguments: {words(error)}", next_step=ONE_A_LINE) from None
+    if not isinstance(merged, dict) or all(value is None for value in merged.values()):
+        raise UserError(f"{origin} holds no arguments", next_step=ONE_A_LINE)
     return {str(key): value for key, value in merged.items()}
 
 

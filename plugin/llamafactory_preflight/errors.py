@@ -19,6 +19,11 @@ class UserError(ValueError):
         super().__init__(f"{what}{place}.{step}")
 
 
+def words(error: Exception) -> str:
+    """What an exception says, on one line; of the system's errors without number and path."""
+    return getattr(error, "strerror", None) or " ".join(str(error).split())
+
+
 class Unmodelled(Exception):
     """A run that is legal but that no formula here covers; the verdict is then `unknown`.
 
