@@ -86,6 +86,26 @@ def test_a_faulty_deepspeed_file(tmp_path: Path, text: str | None, message: str)
         described(deepspeed=str(file))
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("lora_rank", 0, "`lora_rank` is 0.*Give 1 or more"),
+        ("cutoff_len", -1, "Give 1 or more"),
+        ("per_device_train_batch_size", 0, "Give 1 or more"),
+        ("lora_rank", 1e99, "more than anything can hold"),
+        ("freeze_trainable_layers", -(10**30), "more than anything can hold"),
+        ("lora_rank", float("inf"), "not a whole number"),
+    ],
+)
+def test_counts_that_no_run_can_have(name: str, value: float, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        described(**{name: value})
+
+
+def test_counts_below_zero_that_mean_something() -> None:
+    assert described(max_steps=-1, freeze_trainable_layers=-2).freeze_trainable_layers == -2
+
+
 def test_all_faults_come_in_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         from_arguments(

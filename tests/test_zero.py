@@ -52,6 +52,15 @@ def test_all_faults_come_in_one_message() -> None:
         assert f"`{key}" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "section",
+    [{"stage": [3]}, {"offload_optimizer": {"device": ["cpu"]}}, {"reduce_bucket_size": float("nan")}],
+)
+def test_values_of_another_kind(section: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=f"`{next(iter(section))}"):
+        plan(**{"stage": 2} | section)
+
+
 def test_a_section_that_is_no_object() -> None:
     with pytest.raises(UserError, match="is not an object"):
         ZeroPlan.from_config({"zero_optimization": 3}, hidden_size=8)

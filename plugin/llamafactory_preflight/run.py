@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import schema
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.software import Software
 
 
@@ -167,6 +167,16 @@ class RunDescription:
     infer_backend: str = "huggingface"
 
 
+POSITIVE = frozenset(
+    {
+        "cutoff_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
+        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "ppo_buffer_size", "max_samples",
+        "preprocessing_num_workers",
+    }
+)  # fmt: skip
+LARGEST = 2**31 - 1  # No count of a run that could start is larger.
+
+
 def from_arguments(
     arguments: Mapping[str, Any], *, software: Software, origin: str, allow_extra: bool = False
 ) -> RunDescription:
@@ -234,9 +244,14 @@ def _converted(name: str, annotation: str, value: Any) -> Any:
     if kind is bool and not isinstance(value, bool):
         raise UserError(f"`{name}` is {value!r}, not true or false")
     try:
-        return kind(value)
-    except (TypeError, ValueError):
+        number = kind(value)
+    except (OverflowError, TypeError, ValueError):
         raise UserError(f"`{name}` is {value!r}, not a number") from None
+    if name in POSITIVE and number < 1:
+        raise UserError(f"`{name}` is {value!r}", next_step="Give 1 or more")
+    if kind is int and abs(number) > LARGEST:
+        raise UserError(f"`{name}` is {value!r}, which is more than anything can hold")
+    return number
 
 
 def _deepspeed(value: Any) -> dict[str, Any] | None:
@@ -247,8 +262,9 @@ def _deepspeed(value: Any) -> dict[str, Any] | None:
         loaded = json.loads(text)
     except FileNotFoundError:
         raise UserError(f"The DeepSpeed file {value} does not exist", where="`deepspeed`") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"The DeepSpeed file {value} is not readable JSON: {error}", where="`deepspeed`") from None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = words(error)
+        raise UserError(f"The DeepSpeed file {value} is not readable JSON: {reason}", where="`deepspeed`") from None
     if not isinstance(loaded, dict):
         raise UserError(f"The DeepSpeed file {value} holds no JSON object", where="`deepspeed`")
     return loaded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Literal
 
 from llamafactory_preflight.errors import UserError
@@ -63,7 +64,7 @@ class ZeroPlan:
             value = section.get(key, default)
             if value == "auto":
                 return auto
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
                 problems.append(f"`{key}` is {value!r}, not a count")
                 return default
             return int(value)
@@ -71,7 +72,7 @@ class ZeroPlan:
         def offload(key: str) -> tuple[Offload, bool]:
             value = section.get(key) or {}
             device = value.get("device", "none") if isinstance(value, Mapping) else value
-            if device not in {"none", "cpu", "nvme"}:
+            if device not in ("none", "cpu", "nvme"):  # a tuple: what stands there may not be hashable
                 problems.append(f"`{key}.device` is {device!r}, not none, cpu or nvme")
                 device = "none"
             return device, isinstance(value, Mapping) and value.get("pin_memory") is True
@@ -101,5 +102,5 @@ class ZeroPlan:
             gather_on_save=section.get("stage3_gather_16bit_weights_on_model_save") is True,
         )
         if problems:
-            raise UserError(f"The DeepSpeed JSON has {'; '.join(problems)}", where="`zero_optimization`")
+            raise UserError(f"In the DeepSpeed JSON {'; '.join(problems)}", where="`zero_optimization`")
         return plan
