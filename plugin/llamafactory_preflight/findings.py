@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
-from llamafactory_preflight import host
+from llamafactory_preflight import host, hub
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.hub import ModelSource
 from llamafactory_preflight.memory import MemoryEstimate
@@ -132,7 +131,7 @@ def disk_for_checkpoints(run: RunDescription, estimate: MemoryEstimate) -> Itera
     """Checkpoints to be kept, against the disk that they go to."""
     if not (run.do_train and run.output_dir):
         return
-    free = host.free_disk_bytes(Path(run.output_dir).expanduser())
+    free = host.free_disk_bytes(hub.expanded(run.output_dir))
     wanted = saved_bytes(run, estimate)
     if free is not None and wanted > free:
         yield Finding(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import threading
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from llamafactory_preflight.errors import Unmodelled, UserError
+from llamafactory_preflight.errors import Unmodelled, UserError, words
 
 
 TIMEOUT_SECONDS = 3.0
+LONGEST_NAME = 200  # the hub allows 96 characters for each of its two parts
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
+OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,10 +51,18 @@ def find(
     """
     env = os.environ if environ is None else environ
     folder = Path(name)
-    if folder.is_dir():
+    if os.path.isdir(folder):  # unlike Path's own, it takes a name of any length
         return ModelSource(config=_local(folder), place=str(folder), download_bytes=0, cache_dir=folder)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"The model folder {name} does not exist", where="`model_name_or_path`")
+    if os.path.exists(folder):
+        raise UserError(
+            f"{name} is a file", where="`model_name_or_path`", next_step="Name the folder, or a model of the hub"
+        )
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or len(name) > LONGEST_NAME:
+        raise UserError(
+            f"The model folder {name} does not exist",
+            where="`model_name_or_path`",
+            next_step="Write it from the root on, as ~ is not expanded" if name.startswith("~") else "Check the path",
+        )
     if _enabled(env, "USE_OPENMIND_HUB"):
         raise Unmodelled("Models of the Openmind hub are not looked up; give a local folder")
     modelscope = _enabled(env, "USE_MODELSCOPE_HUB")
@@ -65,8 +76,9 @@ def find(
             download_bytes=0 if has_weights else None,
             cache_dir=cache,
         )
-    if any(_enabled(env, variable) for variable in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")) and not modelscope:
-        raise Unmodelled(f"{name} is not in the cache, and this machine is set to work offline")
+    offline = next((variable for variable in OFFLINE if _enabled(env, variable)), None)
+    if offline and not modelscope:
+        raise Unmodelled(f"{name} is not in the local cache, and {offline} forbids to ask the hub")
     return (
         _from_modelscope(name, revision, cache, env) if modelscope else _from_huggingface(name, revision, cache, env)
     )
@@ -84,24 +96,27 @@ def _local(folder: Path) -> dict[str, Any]:
             where="`model_name_or_path`",
             next_step=hint if is_adapter else "Point to the folder that holds config.json and the weights",
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file} is not readable JSON: {error}", where="`model_name_or_path`") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not readable JSON: {words(error)}", where="`model_name_or_path`") from None
     if not isinstance(loaded, dict):
         raise UserError(f"{file} holds no JSON object", where="`model_name_or_path`")
     return loaded
 
 
+def expanded(path: str) -> Path:
+    """The path with `~` written out, unlike with Path's own also for a user without a home."""
+    return Path(os.path.expanduser(path))
+
+
 def huggingface_home(environ: Mapping[str, str]) -> Path:
     """The folder that huggingface_hub keeps everything in."""
-    return Path(
-        environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    ).expanduser()
+    return expanded(environ.get("HF_HOME") or f"{environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface")
 
 
 def huggingface_cache(cache_dir: str | None, environ: Mapping[str, str] | None = None) -> Path:
     """The folder that huggingface_hub downloads into."""
     env = os.environ if environ is None else environ
-    return Path(cache_dir or env.get("HF_HUB_CACHE") or huggingface_home(env) / "hub").expanduser()
+    return expanded(cache_dir or env.get("HF_HUB_CACHE") or str(huggingface_home(env) / "hub"))
 
 
 def _huggingface_snapshot(cache: Path, name: str, revision: str) -> Path | None:
@@ -115,7 +130,7 @@ def _huggingface_snapshot(cache: Path, name: str, revision: str) -> Path | None:
 
 
 def _modelscope_cache(cache_dir: str | None, env: Mapping[str, str]) -> Path:
-    return Path(cache_dir or env.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub").expanduser()
+    return expanded(cache_dir or env.get("MODELSCOPE_CACHE") or "~/.cache/modelscope/hub")
 
 
 def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
@@ -131,11 +146,11 @@ def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
 def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
     endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = _token(env)
-    config = _get(f"{endpoint}/{name}/resolve/{quote(revision, safe='')}/config.json", name, token)
+    config = _get(f"{endpoint}/{quote(name)}/resolve/{quote(revision, safe='')}/config.json", name, token)
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
     try:
-        tree = _get(f"{endpoint}/api/models/{name}/tree/{quote(revision, safe='')}", name, token)
+        tree = _get(f"{endpoint}/api/models/{quote(name)}/tree/{quote(revision, safe='')}", name, token)
         size = _weights([(str(item["path"]), int(item["size"])) for item in tree])
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
@@ -146,11 +161,12 @@ def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, st
     domain = env.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
     endpoint = domain.rstrip("/") if "://" in domain else f"https://{domain.rstrip('/')}"
     wanted = quote("master" if revision == "main" else revision, safe="")
-    config = _get(f"{endpoint}/api/v1/models/{name}/repo?Revision={wanted}&FilePath=config.json", name, None)
+    files = f"{endpoint}/api/v1/models/{quote(name)}/repo"
+    config = _get(f"{files}?Revision={wanted}&FilePath=config.json", name, None)
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
     try:
-        listing = _get(f"{endpoint}/api/v1/models/{name}/repo/files?Revision={wanted}", name, None)
+        listing = _get(f"{files}/files?Revision={wanted}", name, None)
         size = _weights([(str(item["Path"]), int(item["Size"])) for item in listing["Data"]["Files"]])
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
@@ -161,7 +177,7 @@ def _token(env: Mapping[str, str]) -> str | None:
     """What huggingface_hub would use: the variable, or what `hf auth login` stored."""
     if env.get("HF_TOKEN"):
         return env["HF_TOKEN"].strip()
-    file = Path(env.get("HF_TOKEN_PATH") or huggingface_home(env) / "token").expanduser()
+    file = expanded(env.get("HF_TOKEN_PATH") or str(huggingface_home(env) / "token"))
     try:
         return file.read_text(encoding="utf-8").strip() or None
     except OSError:
@@ -198,10 +214,10 @@ def _get(url: str, name: str, token: str | None) -> Any:
 
 
 def _fetch(url: str, name: str, token: str | None) -> Any:
-    request = urllib.request.Request(url, headers={"User-Agent": "llamafactory-preflight"})
-    if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # Not for the hosts it redirects to.
     try:
+        request = urllib.request.Request(url, headers={"User-Agent": "llamafactory-preflight"})
+        if token:
+            request.add_unredirected_header("Authorization", f"Bearer {token}")  # Not for the hosts it redirects to.
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
             return json.load(response)
     except urllib.error.HTTPError as error:
@@ -217,8 +233,9 @@ def _fetch(url: str, name: str, token: str | None) -> Any:
                 f"The hub has no {name} with a config.json", where=url, next_step="Check the name"
             ) from None
         raise Unmodelled(f"The hub answered with error {error.code} for {name}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
+        reason = words(reason) if isinstance(reason, Exception) else reason
         raise Unmodelled(f"The hub cannot be reached to read config.json of {name} ({reason})") from None
 
 
