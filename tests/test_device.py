@@ -115,7 +115,7 @@ def test_the_smallest_decides(driver: Driver) -> None:
     assert device.smallest(device.visible({"CUDA_VISIBLE_DEVICES": "1,MIG-1"})).name == "MIG-1"
 
 
-@pytest.mark.parametrize("gpu", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
+@pytest.mark.parametrize("gpu", ["rtx4090", "RTX 4090", "rtx_4090", "NVIDIA GeForce RTX 4090"])
 def test_a_card_by_name(gpu: str) -> None:
     card = device.planned(gpu=gpu)
     assert card is not None
@@ -135,11 +135,25 @@ def test_free_leaves_the_context_out(gpu: str | None) -> None:
     assert card.free_bytes - card.context_bytes == int(21.5 * GIB)
 
 
+def test_free_is_part_of_the_total() -> None:
+    with pytest.raises(UserError, match="more than --gpu 24GiB has"):
+        device.planned(gpu="24GiB", free="30GiB")
+
+
 def test_nothing_planned() -> None:
     assert device.planned(gpu=None) is None
 
 
-@pytest.mark.parametrize(("gpu", "message"), [("24", "has no unit"), ("rtx9999", "not a card known here")])
+@pytest.mark.parametrize(
+    ("gpu", "message"),
+    [
+        ("24", "has no unit"),
+        ("-3GiB", "not an amount"),
+        ("0GiB", "no memory"),
+        ("rtx9999", "not a card"),
+        ("", "not a"),
+    ],
+)
 def test_what_is_no_card(gpu: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         device.planned(gpu=gpu)

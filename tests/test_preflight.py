@@ -89,6 +89,13 @@ def test_free_is_what_the_allocator_may_use(model: str) -> None:
     assert preflight.check(given, free="1.99GiB").verdict.word == "will_not_fit"
 
 
+def test_the_variable_plans_where_no_option_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "2GiB")
+    given = {"model_name_or_path": model, "cutoff_len": 2048}
+    assert preflight.check(given).verdict.word == "will_not_fit"
+    assert preflight.check(given, gpu="24GiB").verdict.word == "fits"
+
+
 def test_neither_a_gpu_nor_a_plan(model: str) -> None:
     with pytest.raises(UserError, match="--gpu 24GiB"):
         preflight.check({"model_name_or_path": model})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -
     """The card that `--gpu` and `--free` describe, or None where neither is given; `where` names the former.
 
     Raises:
-        UserError: An amount without unit, or a card that is not known.
+        UserError: An amount without unit, a card that is not known, or more free than the card has.
     """
     if gpu is None and free is None:
         return None
@@ -65,6 +66,8 @@ def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -
     if free is None:
         return Device(name=str(gpu), total_bytes=total, free_bytes=total, planned=True)
     usable = parse_memory(free, where="--free")
+    if total is not None and usable > total:
+        raise UserError(f"--free {free} is more than --gpu {gpu} has in all", next_step="Give less, or leave one out")
     card = Device(name=gpu or f"{free} free", total_bytes=total or usable, free_bytes=None, planned=True)
     # `--free` is the allocator's share; the context comes on top of it.
     return Device(name=card.name, total_bytes=card.total_bytes, free_bytes=usable + card.context_bytes, planned=True)
@@ -101,10 +104,11 @@ def smallest(devices: Sequence[Device]) -> Device:
 
 
 def _total(text: str, where: str) -> int:
-    name = text.lower().replace(" ", "").replace("_", "-").removeprefix("nvidia").removeprefix("geforce").lstrip("-")
-    if name in CARDS:
-        return int(CARDS[name] * GIB)
-    if text.strip()[:1].isdigit():
+    name = re.sub(r"[\s_-]", "", text.lower()).removeprefix("nvidia").removeprefix("geforce")
+    cards = {card.replace("-", ""): size for card, size in CARDS.items()}
+    if name in cards:
+        return int(cards[name] * GIB)
+    if text.strip().lstrip("+-.")[:1].isdigit():
         return parse_memory(text, where=where)
     raise UserError(
         f"{text!r} is not a card known here",

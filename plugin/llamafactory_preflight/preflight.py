@@ -22,6 +22,7 @@ from llamafactory_preflight.units import parse_memory
 from llamafactory_preflight.zero import ZeroPlan
 
 
+MOST_GPUS = 4096
 SHORTEST_LENGTH = 16  # Tokens of a sample that any data set may be made of.
 SEVERITIES = ("error", "warning", "info")
 
@@ -42,7 +43,8 @@ def check(
         source: LLaMA-Factory arguments by name, or the path of a YAML or JSON file, or `-` for standard input.
         overrides: `key=value` items that win over the file, as on LLaMA-Factory's command line.
         gpu: A card to plan for: its total memory as torch reports it (`24GiB`; GB and GiB both mean GiB), or a name
-            such as `rtx4090`. The CUDA context is subtracted.
+            such as `rtx4090`. The CUDA context is subtracted. Without it, without `free` and `device`, what
+            LLAMAFACTORY_PREFLIGHT_GPU names.
         free: What the allocator may use on that card, context already left out (`21.5GiB`).
         device: Which visible GPU to look at; by default all, and the one with the least free memory decides.
         gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
@@ -59,6 +61,8 @@ def check(
     if isinstance(source, Mapping) and overrides:
         raise UserError("Overrides go with a file, not with a mapping")
     planned = cards.planned(gpu=gpu, free=free)
+    if planned is None and device is None:
+        planned = cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
     devices = _devices(planned, device=device, gpus=gpus)
     beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
     result = examine(
@@ -203,8 +207,8 @@ def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget
 
 
 def _devices(planned: Device | None, *, device: int | None, gpus: int | None) -> tuple[Device, ...]:
-    if gpus is not None and gpus < 1:
-        raise UserError(f"--gpus {gpus} leaves no GPU", next_step="Give 1 or more")
+    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
+        raise UserError(f"--gpus {gpus} is not a number of GPUs", next_step=f"Give 1 to {MOST_GPUS}")
     if planned is not None and device is not None:
         raise UserError(
             "--device picks a GPU of this machine, and --gpu or --free describes another", next_step="Give one"
@@ -214,7 +218,10 @@ def _devices(planned: Device | None, *, device: int | None, gpus: int | None) ->
     seen = cards.visible()
     if device is not None:
         if not 0 <= device < len(seen):
-            raise UserError(f"--device {device} does not exist; {len(seen)} GPUs are visible")
+            raise UserError(
+                f"--device {device} does not exist; {len(seen)} GPUs are visible",
+                next_step="Count from 0, or name a card with --gpu 24GiB",
+            )
         return (seen[device],)
     if gpus is not None and seen:
         if gpus > len(seen):
