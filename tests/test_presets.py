@@ -84,5 +84,16 @@ def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: py
     real = os.fdopen
     monkeypatch.setattr(os, "fdopen", full_disk)
     with pytest.raises(UserError, match="No space left on device"):
-        presets.copy("cpu_smoke", tmp_path, force=False)
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+        presets.copy("cpu_smoke", tmp_path / "new", force=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_what_cannot_be_replaced_is_told_and_nothing_written(tmp_path: Path, force: bool) -> None:
+    (tmp_path / "cpu_smoke.yaml").mkdir()
+    with pytest.raises(UserError, match="is a folder"):
+        presets.copy("cpu_smoke", tmp_path, force=force)
+    assert [file.name for file in tmp_path.rglob("*")] == ["cpu_smoke.yaml"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written: "):
+        presets.copy("cpu_smoke", tmp_path / "file", force=force)

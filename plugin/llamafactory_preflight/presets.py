@@ -6,12 +6,13 @@ import json
 import os
 import re
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments, paths
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import UserError, words
 
 
 ANY = "any"
@@ -72,13 +73,17 @@ def copy(name: str, target: Path, *, force: bool) -> list[Path]:
     if isinstance(deepspeed, str):
         contents[target / deepspeed] = (pack / deepspeed).read_bytes()
     contents |= _data(preset, target)
-    for file, content in contents.items():
-        if file.exists() and not force and file.read_bytes() != content:
-            raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
     try:
+        for file, content in contents.items():
+            if file.is_dir():
+                raise UserError(f"{file} is a folder", next_step="Nothing was written; choose another place")
+            if os.path.lexists(file) and not force and file.read_bytes() != content:
+                raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
         _write(contents)
     except OSError as error:
-        raise UserError(f"{target} cannot be written: {error}") from None
+        raise UserError(
+            f"{error.filename2 or target} cannot be written: {words(error)}", next_step="Nothing was written"
+        ) from None
     return list(contents)
 
 
@@ -116,8 +121,10 @@ def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
 def _write(contents: dict[Path, bytes]) -> None:
     """Writes everything under temporary names first, so that a full disk leaves no half of a preset behind."""
     prepared: list[tuple[str, Path]] = []
+    made: list[Path] = []
     try:
         for file, content in contents.items():
+            made += [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
             file.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
             prepared.append((temporary, file))
@@ -129,3 +136,6 @@ def _write(contents: dict[Path, bytes]) -> None:
     finally:
         for temporary, _ in prepared:
             Path(temporary).unlink(missing_ok=True)
+        for folder in sorted(made, reverse=True):
+            with suppress(OSError):  # only those that stayed empty
+                folder.rmdir()
