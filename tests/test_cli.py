@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import llamafactory_preflight.preflight
+from llamafactory_preflight import cli
+
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
 QWEN3_0_6B = {
@@ -95,6 +98,10 @@ FAULTS = {
     "no config.json": (["a.yaml", "model_name_or_path=.", "--gpu", "24GiB"], "has no config.json"),
     "no deepspeed file": (["a.yaml", "deepspeed=no.json", "--gpu", "24GiB"], "no.json does not exist"),
     "malformed deepspeed file": (["a.yaml", "deepspeed=bad.json", "--gpu", "24GiB"], "bad.json is not readable JSON"),
+    "below zero": (["a.yaml", "--gpu", "-3GiB"], "'-3GiB' is not an amount of memory (--gpu)"),
+    "no GPUs": (["a.yaml", "--gpu", "24GiB", "--gpus", "0"], "--gpus 0 is not a number of GPUs"),
+    "no such GPU": (["a.yaml", "--device", "99"], "--device 99 does not exist"),
+    "a long override": (["a.yaml", f"model_name_or_path={'x' * 300}/y", "--gpu", "24GiB"], "does not exist"),
     "no unit": (["a.yaml", "--gpu", "24"], "'24' has no unit (--gpu). Write 24GiB."),
     "neither GPU nor plan": (["a.yaml"], "no NVIDIA GPU"),
     "no file at all": (["--gpu", "24GiB"], "required"),
@@ -114,6 +121,40 @@ def test_faulty_input_is_one_message_and_code_2(preflight: Run, folder: Path, fa
     assert message in done.stderr
     assert "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [
+        ("| true; exit ${PIPESTATUS[0]}", ""),  # a reader that has seen enough
+        (">/dev/full", "The output or the working folder cannot be used: No space left on device.\n"),
+    ],
+)
+def test_output_that_nobody_takes(run: Run, folder: Path, redirection: str, message: str) -> None:
+    done = run(["bash", "-c", f"llamafactory-cli preflight a.yaml --gpu 80GiB {redirection}"], cwd=folder)
+    assert (done.returncode, done.stderr) == (2, message)
+
+
+def test_a_terminal_without_the_letters_of_a_path(preflight: Run, folder: Path) -> None:
+    (folder / "参数.yaml").write_text((folder / "a.yaml").read_text())
+    done = preflight("参数.yaml", "--gpu", "80GiB", env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\\u53c2" in done.stdout
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (ZeroDivisionError("by zero"), 2)])
+def test_an_interrupt_and_a_fault_of_ours_are_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(llamafactory_preflight.preflight, "check", fail)
+    assert cli.main(["preflight", "a.yaml"]) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("llamafactory-preflight has a fault: ZeroDivisionError: by zero") is (code == 2)
+    assert len(captured.err.splitlines()) == (code == 2)
 
 
 @pytest.mark.parametrize(

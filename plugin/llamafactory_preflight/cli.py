@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import UserError, words
 
 
 USAGE = """\
 preflight FILE [key=value ...]  tell whether a training run fits, without starting it (also: check)
 presets [list | show | copy]    training presets of this pack
 doctor                          what is installed, and whether the plugin is live"""
+INTERRUPTED = 130  # as shells call it: 128 and the number of SIGINT
 
 
 class _Parser(argparse.ArgumentParser):
@@ -32,6 +36,9 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         0: fits, tight, or done. 1: will not fit, or not healthy. 2: cannot tell, or faulty input.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal may lack the letters of a path
     verbs = {"preflight": _preflight, "check": _preflight, "presets": _presets, "doctor": _doctor}
     try:
         if argv and argv[0] in {"-h", "--help"}:
@@ -40,16 +47,36 @@ def main(argv: Sequence[str]) -> int:
         if not argv or argv[0] not in verbs:
             given = f"There is no subcommand {argv[0]!r}" if argv else "A subcommand is missing"
             raise UserError(given, next_step=f"There are {', '.join(verbs)}")
-        return verbs[argv[0]](argv[1:])
+        code = verbs[argv[0]](argv[1:])
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here and not at exit, where Python would complain by itself
+        return code
     except UserError as error:
-        print(error, file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        sys.stderr.close()  # Whoever read our output has gone; Python would complain about it at exit.
-        return 2
-    except Exception:
-        traceback.print_exc()  # A fault of ours. Left to Python it would exit with 1, which means `will not fit`.
-        return 2
+        _complain(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except OSError as error:
+        _silence_output()
+        if not isinstance(error, BrokenPipeError):  # that one means that the reader has seen enough
+            _complain(f"{error.filename or 'The output or the working folder'} cannot be used: {words(error)}.")
+    except Exception as error:
+        # Left to Python it would be a traceback and exit code 1, which means `will not fit`.
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        _complain(
+            f"llamafactory-preflight has a fault: {type(error).__name__}: {words(error)} "
+            f"({Path(place.filename).name}, line {place.lineno}). Please report it with the file that you gave."
+        )
+    return 2
+
+
+def _complain(message: str) -> None:
+    print(message, file=sys.stderr)
+
+
+def _silence_output() -> None:
+    """What is still in the buffer cannot be written, and Python would try it again at exit."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _preflight(argv: Sequence[str]) -> int:
@@ -65,11 +92,11 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("--gpus", type=int, help="number of GPUs that take part")
     parser.add_argument("--host-ram", help="plan for this main memory (64GiB)")
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
-    options = parser.parse_intermixed_args(list(argv))
+    options = parser.parse_intermixed_args(_amounts_joined(argv))
     from llamafactory_preflight import preflight, report
     from llamafactory_preflight.software import Software
 
-    overrides = [item for item in options.items if "=" in item and not Path(item).exists()]
+    overrides = [item for item in options.items if "=" in item and not os.path.exists(item)]
     files = [item for item in options.items if item not in overrides]
     if not files:
         raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
@@ -87,7 +114,7 @@ def _preflight(argv: Sequence[str]) -> int:
             )
         except UserError as error:
             worst = 2
-            print(error, file=sys.stderr)
+            _complain(str(error))
             if options.json:
                 print(report.error_as_json(error, origin=file, versions=Software.installed().as_dict()))
             continue
@@ -97,6 +124,17 @@ def _preflight(argv: Sequence[str]) -> int:
         else:
             print(f"{chr(10) if position else ''}{report.text(result)}")
     return worst
+
+
+def _amounts_joined(argv: Sequence[str]) -> list[str]:
+    """Joins an amount below zero to its option: argparse would take it for another option."""
+    joined: list[str] = []
+    for item in argv:
+        if re.match(r"-\.?\d", item) and joined and joined[-1] in {"--gpu", "--free", "--host-ram"}:
+            joined[-1] += f"={item}"
+        else:
+            joined.append(item)
+    return joined
 
 
 def _presets(argv: Sequence[str]) -> int:
