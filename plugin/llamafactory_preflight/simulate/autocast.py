@@ -37,6 +37,7 @@ FLOAT32 = frozenset(
     | _named("cumsum cumprod sum prod softmax log_softmax logsumexp norm dist cdist renorm")
 )
 WIDEST = frozenset(_named("cat stack dot vdot cross addcdiv addcmul atan2 tensordot bilinear index_put scatter_add"))
+NOT_CAST = {"out", "out_dtype"}  # overloads that have no autocast kernel
 _HALVES = (torch.float16, torch.bfloat16)
 _FLOATS = (*_HALVES, torch.float32)
 
@@ -58,7 +59,7 @@ class CudaAutocast(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _T.to and len(args) > 1:
             args, kwargs = spelled_out(args, kwargs)
-        if torch.is_autocast_enabled("cuda"):
+        if torch.is_autocast_enabled("cuda") and not kwargs.keys() & NOT_CAST:
             if func in LOWER_PRECISION:
                 args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
             elif func in FLOAT32 and kwargs.get("dtype") is None:
@@ -77,9 +78,8 @@ class CudaAutocast(TorchFunctionMode):
             return leaf
         if leaf.dtype == dtype or leaf.dtype not in _FLOATS:
             return leaf
-        if not (dtype in _HALVES and leaf.dtype == torch.float32 and leaf.requires_grad and leaf.is_leaf):
-            return leaf.to(dtype)
-        if not torch.is_autocast_cache_enabled():
+        is_weight = leaf.dtype == torch.float32 and leaf.requires_grad and leaf.is_leaf and not leaf._is_view()
+        if dtype not in _HALVES or not is_weight or not torch.is_autocast_cache_enabled():
             return leaf.to(dtype)
         cached = self._cache.get(id(leaf))
         if cached is None:
