@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes, norms
+from llamafactory_preflight.memory.attention import matmul
 from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32, INT8
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
@@ -28,17 +29,32 @@ class Lora:
     magnitude: Weight | None = None
 
 
+CAYLEY_MATRICES = 7
+"""Matrices that the series of five terms keeps for its backward: both factors of each of three products, and the skew."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Oft:
+    """An orthogonal rotation of a linear layer's input, in blocks of `block_size`."""
+
+    weight: Weight
+    block_size: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear layer; `quantization` and `lora` are None where they do not apply."""
+    """A linear layer; `quantization`, `lora` and `oft` are None where they do not apply."""
 
     weight: Weight
     quantization: Quantization | None = None
     lora: Lora | None = None
+    oft: Oft | None = None
     has_bias: bool = False
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """Runs the layer on a batch of rows."""
+        if self.oft is not None:
+            return ops.cast(self._base(ops, self._rotated(ops, x, self.oft)), x.dtype)
         if self.lora is None:
             return self._base(ops, x)
         if self.quantization is not None:
@@ -78,6 +94,26 @@ class Linear:
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
         return ops.cast(ops.add(result, update), dtype)
+
+    def _rotated(self, ops: Ops, x: Tensor, oft: Oft) -> Tensor:
+        """peft.tuners.oft: the rotation from its Cayley series, a product per block, and back to the input's type."""
+        given, wide = x.dtype, self.quantization is None or ops.autocast_cache is None
+        x = ops.cast(x, oft.weight.dtype)
+        rotation = self._cayley(ops, oft)
+        out = ops.clone(matmul(ops, x, rotation, x.numel))
+        del rotation
+        return ops.cast(ops.cast(out, x.dtype) if wide else out, given)
+
+    def _cayley(self, ops: Ops, oft: Oft) -> Tensor:
+        numel = self.weight.width * oft.block_size
+        size = numel * dtypes.size(ops.lower_dtype(oft.weight.dtype))
+        rotation = ops.empty(numel, oft.weight.dtype)
+        kept = ops.storage(CAYLEY_MATRICES * size)
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            return (ops.storage(oft.weight.nbytes, "gradients"),)
+
+        return ops.link(rotation, (oft.weight,), (kept,), backward)
 
     def _dora(self, ops: Ops, x: Tensor, result: Tensor, lora: Lora, magnitude: Weight) -> Tensor:
         """peft.tuners.lora.dora: builds the full update to norm its rows, and holds it until it returns."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from llamafactory_preflight.memory import dtypes, parameters, statics
-from llamafactory_preflight.memory.adapters import Linear, Lora, Quantization
+from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
@@ -17,6 +17,7 @@ from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 
+ADAPTERS = ("lora", "oft")
 ID_TENSORS = 4
 """Input ids, labels, shifted labels and attention mask, 64 bit each."""
 
@@ -44,7 +45,7 @@ class Builder:
             wide_norm=shape.family.wide_norm,
         )
         self.booked = Storage(ops.ledger, 0, "weights")
-        self.targets = parameters.lora_targets(run, shape) if run.finetuning_type == "lora" else {}
+        self.targets = parameters.lora_targets(run, shape) if run.finetuning_type in ADAPTERS else {}
 
     def model(self, batch: Batch) -> Model:
         """The trained model, for one batch."""
@@ -194,7 +195,20 @@ class Builder:
         weight = self.weight(linear.numel, trained=trained, width=linear.in_features)
         bits = self.run.quantization_bit
         quantization = Quantization(bits=bits, compute_dtype=self.precision.compute) if bits in (4, 8) else None
-        return Linear(weight=weight, quantization=quantization, lora=self._lora(name, linear), has_bias=linear.bias)
+        return Linear(
+            weight=weight,
+            quantization=quantization,
+            lora=self._lora(name, linear) if self.run.finetuning_type == "lora" else None,
+            oft=self._oft(name, linear) if self.run.finetuning_type == "oft" else None,
+            has_bias=linear.bias,
+        )
+
+    def _oft(self, name: str, linear: parameters.LinearShape) -> Oft | None:
+        if name not in self.targets:
+            return None
+        count, size = parameters.oft_blocks(self.run, linear)
+        weight = Weight(count * parameters.oft_angles(size), FLOAT32, self.booked, leaf=self.leaf())
+        return Oft(weight=weight, block_size=size)
 
     def _lora(self, name: str, linear: parameters.LinearShape) -> Lora | None:
         if name not in self.targets:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes, optimizers, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
-from llamafactory_preflight.memory.build import Builder
+from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
@@ -112,8 +112,6 @@ def _refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
         raise Unmodelled("Training a vision model without its language model has no formula yet")
     if run.stage == "ppo":
         raise Unmodelled("PPO has no formula yet: it samples answers of a length that is not known beforehand")
-    if run.finetuning_type == "oft":
-        raise Unmodelled("OFT has no formula yet")
     if run.label_smoothing_factor:
         raise Unmodelled("`label_smoothing_factor` has no formula yet")
     if shape.quantization_method is not None:
@@ -141,13 +139,14 @@ class _Estimator:
         self.weights = statics.base_weight_bytes(
             run, shape, loaded=self.precision.loaded, trained=self.precision.trained, block=self.block
         )
-        self.adapters = self.gradients if run.finetuning_type == "lora" else 0
+        self.adapters = self.gradients if run.finetuning_type in ADAPTERS else 0
+        self.adapters += statics.adapter_buffer_bytes(run, shape, self.block)
         self.reference = self._reference_bytes()
 
     def _reference_bytes(self) -> int:
         """Weights of a second model: for full and freeze tuning the model itself once more, as it was loaded."""
         needs = self.run.stage == "kto" or (self.run.stage == "dpo" and self.run.pref_loss not in ("orpo", "simpo"))
-        if not needs or (self.run.finetuning_type == "lora" and self.run.ref_model is None):
+        if not needs or (self.run.finetuning_type in ADAPTERS and self.run.ref_model is None):
             return 0
         if self.run.ref_model is not None and self.run.ref_model != self.run.model_name_or_path:
             raise Unmodelled("A reference model of another name has no formula yet")

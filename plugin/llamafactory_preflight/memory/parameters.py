@@ -87,14 +87,33 @@ def total_numel(shape: ModelShape) -> int:
 def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShape]:
     """The linear modules of a layer that get an adapter; `all` is what LLaMA-Factory's find_all_linear_modules finds.
 
+    LLaMA-Factory reads `lora_target` for OFT too (model/adapter.py).
+
     Raises:
         Unmodelled: A name is given as a regular expression or lies outside of the decoder layers.
     """
     linears = layer_linears(shape)
-    names = run.lora_target if run.finetuning_type == "lora" else run.oft_target
+    names = run.lora_target
     if names == ("all",):
         return linears
     unknown = [name for name in names if name not in linears]
     if unknown:
         raise Unmodelled(f"LoRA target {', '.join(unknown)} is not a linear layer that every decoder layer has")
     return {name: linear for name, linear in linears.items() if name in names}
+
+
+def oft_blocks(run: RunDescription, linear: LinearShape) -> tuple[int, int]:
+    """Number and size of the blocks in which OFT rotates a linear layer's input.
+
+    Raises:
+        Unmodelled: PEFT would change what was asked for to something that divides the input.
+    """
+    count, size = run.oft_rank, run.oft_block_size
+    if (count == 0) == (size == 0) or linear.in_features % (count or size):
+        raise Unmodelled(f"OFT with {count} blocks of {size} does not divide {linear.in_features} features")
+    return count or linear.in_features // size, size or linear.in_features // count
+
+
+def oft_angles(block_size: int) -> int:
+    """Free elements of a skew-symmetric block."""
+    return block_size * (block_size - 1) // 2

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes, parameters
-from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
@@ -69,14 +69,28 @@ def adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
 
 
 def layer_adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
-    """LoRA's (or DoRA's) tensors in one layer."""
+    """LoRA's, DoRA's or OFT's tensors in one layer."""
     groups = []
+    if run.finetuning_type == "oft":
+        for linear in parameters.lora_targets(run, shape).values():
+            count, size = parameters.oft_blocks(run, linear)
+            groups.append(Group(numel=count * parameters.oft_angles(size), count=1))
+        return groups
     for linear in parameters.lora_targets(run, shape).values():
         groups.append(Group(numel=run.lora_rank * linear.in_features, count=1))
         groups.append(Group(numel=run.lora_rank * linear.out_features, count=1))
         if run.use_dora:
             groups.append(Group(numel=linear.out_features, count=1, matrix=False))
     return groups
+
+
+def adapter_buffer_bytes(run: RunDescription, shape: ModelShape, block: Callable[[int], int]) -> int:
+    """OFT's rows and columns of a block's free elements, 64 bit each, for every rotated layer."""
+    if run.finetuning_type != "oft":
+        return 0
+    sizes = [parameters.oft_blocks(run, linear)[1] for linear in parameters.lora_targets(run, shape).values()]
+    per_layer = sum(2 * block(parameters.oft_angles(size) * dtypes.size(INT64)) for size in sizes)
+    return shape.num_layers * per_layer
 
 
 def outer_module(name: str, shape: ModelShape) -> Group:
