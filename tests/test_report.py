@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import report
+from llamafactory_preflight import report, verdict
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory import MemoryEstimate
@@ -55,12 +55,15 @@ def amounts(text: str) -> dict[str, float]:
 
 def test_the_table_says_every_component_and_adds_up() -> None:
     figures = amounts(report.text(RESULT))
-    assert sum(figures[name] for name in COMPONENTS) == figures["peak"] == 17.0
+    assert sum(figures.get(name, 0) for name in COMPONENTS) == figures["peak"] == 17.0
+    assert "logits" not in figures, "a row that says nothing"
     more = figures["evaluate on top"]
     assert more == 1.0
     total = figures["peak"] + figures["allocator slack"] + figures["CUDA context"] + more
     assert figures["needed"] == pytest.approx(total, abs=0.011)
     assert figures["GPU has free"] == 23.0
+    low, high = verdict.need_bounds(ESTIMATE, context_bytes=CARD.context_bytes)
+    assert f"({low / GIB:.2f} to {high / GIB:.2f})" in report.text(RESULT)
 
 
 def test_it_is_readable_in_80_columns_without_colour() -> None:
@@ -84,8 +87,13 @@ def test_what_was_asked_found_and_resolved_is_there() -> None:
 
 
 def test_a_run_on_the_cpu_has_no_gpu_rows() -> None:
-    text = report.text(dataclasses.replace(RESULT, device=None, devices=()))
-    assert "CUDA" not in text and "FITS: a run on the CPU." in text
+    estimate = dataclasses.replace(ESTIMATE, host_bytes=20 * GIB)
+    text = report.text(dataclasses.replace(RESULT, device=None, devices=(), estimate=estimate))
+    assert "CUDA" not in text and "GPU" not in text
+    figures = amounts(text)
+    assert figures["peak"] + figures["Python, libraries"] == figures["needed"] == 20.0
+    assert figures["main memory free"] == 60.0
+    assert "FITS: a run on the CPU needs 20.00 GiB and has 60.00 GiB. Because." in " ".join(text.split())
 
 
 def test_an_unknown_run_has_no_table() -> None:
@@ -93,25 +101,30 @@ def test_an_unknown_run_has_no_table() -> None:
     text = report.text(result)
     assert "UNKNOWN: No formula." in text and "peak" not in text
     loaded = json.loads(report.as_json(result))
-    assert loaded["gpu"] is None and loaded["verdict"] == "unknown" and loaded["reasons"][0] == "No formula."
+    assert loaded["gpu"] is None and loaded["calibrated"] is False
+    assert loaded["verdict"] == "unknown" and loaded["reasons"][0] == "No formula."
 
 
 def test_json_is_schema_1_on_one_line() -> None:
     line = report.as_json(RESULT)
     assert "\n" not in line
     loaded = json.loads(line)
-    assert loaded.keys() == {
+    assert tuple(loaded) == (
         "schema", "versions", "calibrated", "file", "model", "method", "tokens_per_step", "gpu", "host", "verdict",
         "reasons", "remedies", "findings",
-    }  # fmt: skip
-    assert (loaded["schema"], loaded["calibrated"], loaded["remedies"]) == (1, False, [])
+    )  # fmt: skip
+    assert tuple(loaded["gpu"]) == (
+        "peak_allocated_bytes", "needed_bytes", "budget_bytes", "phases", "components", "context_bytes", "low_bytes",
+        "high_bytes", "devices",
+    )  # fmt: skip
+    assert (loaded["schema"], loaded["calibrated"], loaded["remedies"]) == (1, True, [])
     assert (loaded["file"], loaded["model"]) == ("presets/24gb_lora.yaml", "Qwen/Qwen3-8B")
     assert (loaded["method"], loaded["tokens_per_step"], loaded["verdict"]) == ("lora", 4096, "fits")
     gpu = loaded["gpu"]
     assert tuple(gpu["phases"]) == PHASES
     assert tuple(gpu["components"]) == COMPONENTS
     assert sum(gpu["components"].values()) == gpu["peak_allocated_bytes"]
-    assert gpu["needed_bytes"] == 18 * GIB + gpu["slack_bytes"] + gpu["context_bytes"]
+    assert gpu["needed_bytes"] == 18 * GIB + ESTIMATE.slack_bytes + gpu["context_bytes"]
     assert gpu["budget_bytes"] == 23 * GIB
     assert gpu["low_bytes"] < gpu["peak_allocated_bytes"] < gpu["high_bytes"]
     assert loaded["host"] == {"peak_bytes": 6 * GIB, "budget_bytes": 60 * GIB}

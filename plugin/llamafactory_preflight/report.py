@@ -7,13 +7,15 @@ from textwrap import wrap
 from typing import Any
 
 from llamafactory_preflight import __version__, verdict
+from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.units import gib
+from llamafactory_preflight.units import GIB, gib
 
 
 WIDTH = 80
+SHOWN_BYTES = GIB // 200  # less would be a row that says 0.00 GiB
 SCHEMA = 1
 TITLES = {"fits": "FITS", "tight": "TIGHT", "will_not_fit": "WILL NOT FIT", "unknown": "UNKNOWN"}
 MARKS = {"error": "error", "warning": "warning", "info": "note"}
@@ -30,7 +32,7 @@ def text(result: Result) -> str:
     for finding in result.findings:
         lines += _wrapped(f"{MARKS[finding.severity]}: {message(finding)}", indent="  ")
     for sentence in result.resolved:
-        lines += _wrapped(sentence, indent="  ")
+        lines += _wrapped(f"note: {sentence}", indent="  ")
     return "\n".join(lines)
 
 
@@ -46,7 +48,6 @@ def as_json(result: Result) -> str:
             "budget_bytes": device.free_bytes,
             "phases": dict(estimate.phases),
             "components": dict(estimate.components),
-            "slack_bytes": estimate.slack_bytes,
             "context_bytes": device.context_bytes,
             "low_bytes": low,
             "high_bytes": high,
@@ -62,8 +63,9 @@ def as_json(result: Result) -> str:
         }
     host = {"peak_bytes": estimate.host_bytes if estimate else None, "budget_bytes": result.host_budget_bytes}
     return _object(
-        file=result.origin,
         versions=result.software.as_dict(),
+        calibrated=gpu is not None,
+        file=result.origin,
         model=result.run.model_name_or_path,
         method=method(result.run),
         tokens_per_step=estimate.tokens_per_step if estimate else None,
@@ -71,6 +73,7 @@ def as_json(result: Result) -> str:
         host=host,
         verdict=result.verdict.word,
         reasons=[*result.verdict.reasons, *(estimate.reasons if estimate else ()), *result.resolved],
+        remedies=[],
         findings=[_finding(finding) for finding in result.findings],
     )
 
@@ -79,8 +82,8 @@ def error_as_json(error: UserError, *, origin: str, versions: dict[str, str | No
     """The JSON line that stands for a report which faulty input made impossible."""
     finding = Finding(id="bad-input", severity="error", message=str(error))
     return _object(
-        file=origin, versions=versions, model=None, method=None, tokens_per_step=None, gpu=None,
-        host={"peak_bytes": None, "budget_bytes": None}, verdict="unknown", reasons=[str(error)],
+        versions=versions, calibrated=False, file=origin, model=None, method=None, tokens_per_step=None, gpu=None,
+        host={"peak_bytes": None, "budget_bytes": None}, verdict="unknown", reasons=[str(error)], remedies=[],
         findings=[_finding(finding)],
     )  # fmt: skip
 
@@ -104,8 +107,7 @@ def message(finding: Finding) -> str:
 
 
 def _object(**values: Any) -> str:
-    # `calibrated` and `remedies` belong to the schema from the start, so that scripts need not ask for them.
-    return json.dumps({"schema": SCHEMA, "calibrated": False, "remedies": [], **values})
+    return json.dumps({"schema": SCHEMA, **values})
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
@@ -130,21 +132,28 @@ def _run_line(run: RunDescription) -> str:
 def _table(result: Result) -> list[str]:
     estimate, device = result.estimate, result.device
     assert estimate is not None
-    rows = [_row(name, amount) for name, amount in estimate.components.items()]
-    bounds = f"  ({gib(estimate.low_bytes):.2f} to {gib(estimate.high_bytes):.2f})"
-    rows += [_rule(), _row("peak", estimate.peak_allocated_bytes) + bounds]
-    if device is not None:
-        rows.append(_row("allocator slack", estimate.slack_bytes))
-        rows.append(_row("CUDA context", device.context_bytes))
+    peak, available = estimate.peak_allocated_bytes, result.host_budget_bytes
+    rows = [_row(name, amount) for name, amount in estimate.components.items() if amount >= SHOWN_BYTES]
+    rows += [_rule(), _row("peak", peak)]
+    if device is None:
+        rows += [_row("Python, libraries", estimate.host_bytes - peak), _rule()]
+        rows += [_row("needed", estimate.host_bytes), _row("main memory free", available)]
+    else:
         largest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
-        more = estimate.phases[largest] - estimate.peak_allocated_bytes
-        if more > 0:
-            rows.append(_row(f"{largest} on top", more))
-        rows += [_rule(), _row("needed", verdict.needed_bytes(estimate, context_bytes=device.context_bytes))]
-        place = f"  {device.name}, planned" if device.planned else f"  GPU {device.index}, {device.name}"
-        rows.append(_row("GPU has free", device.free_bytes) + place)
-    host = f"{'main memory':<18}{size(estimate.host_bytes):>14}  of {size(result.host_budget_bytes)} available"
-    return [*(f"  {row}" for row in rows), f"  {host}"]
+        if estimate.phases[largest] > peak:
+            rows.append(_row(f"{largest} on top", estimate.phases[largest] - peak))
+        rows += [_row("allocator slack", estimate.slack_bytes), _row("CUDA context", device.context_bytes), _rule()]
+        needed = verdict.needed_bytes(estimate, context_bytes=device.context_bytes)
+        low, high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)
+        rows.append(_row("needed", needed) + f"  ({gib(low):.2f} to {gib(high):.2f})")
+        rows.append(_row("GPU has free", device.free_bytes) + f"  {_place(result.devices, device)}")
+        rows.append(_row("main memory", estimate.host_bytes) + f"  of {size(available)} available")
+    return [f"  {row}" for row in rows]
+
+
+def _place(devices: tuple[Device, ...], decisive: Device) -> str:
+    name = f"{decisive.name}, planned" if decisive.planned else f"GPU {decisive.index}, {decisive.name}"
+    return name if len(devices) < 2 else f"{name}, on each of {len(devices)}"
 
 
 def _row(name: str, amount: int | None) -> str:
@@ -161,7 +170,9 @@ def _sentence(result: Result) -> str:
     if estimate is None or result.verdict.word == "unknown":
         return f"{reasons} The run is not judged, and starts as it would without this check."
     if device is None:
-        return f"a run on the CPU. {reasons}"
+        return (
+            f"a run on the CPU needs {size(estimate.host_bytes)} and has {size(result.host_budget_bytes)}. {reasons}"
+        )
     needed = size(verdict.needed_bytes(estimate, context_bytes=device.context_bytes))
     return f"needs {needed} and has {size(device.free_bytes)}. {reasons}"
 

@@ -51,7 +51,9 @@ def judge_gpu(estimate: MemoryEstimate, *, context_bytes: int, budget_bytes: int
         return Verdict(word="fits", reasons=("Even the high estimate is below what the card has free.",))
     if low > budget_bytes:
         return Verdict(word="will_not_fit", reasons=("Even the low estimate exceeds what the card has free.",))
-    return Verdict(word="tight", reasons=("What the card has free lies between the low and the high estimate.",))
+    return Verdict(
+        word="tight", reasons=("It may run out of memory: what is free lies between the low and the high estimate.",)
+    )
 
 
 def judge_host(host_bytes: int, *, budget_bytes: int) -> Verdict:
