@@ -79,6 +79,8 @@ class ModelShape:
     moe: MoeShape | None = None
     quantization_method: str | None = None
     quantization_bits: int | None = None
+    quantization_group_size: int | None = None
+    double_quantization: bool = False
     vision: VisionShape | None = None
 
     @property
@@ -133,7 +135,9 @@ class ModelShape:
             sliding_window=_sliding_window(config),
             moe=_moe(config) if family.moe else None,
             quantization_method=quantization.get("quant_method"),
-            quantization_bits=quantization.get("bits"),
+            quantization_bits=_quantization_bits(quantization),
+            quantization_group_size=quantization.get("group_size"),
+            double_quantization=bool(quantization.get("bnb_4bit_use_double_quant", False)),
             vision=vision(outer.get("vision_config") or {}, config["hidden_size"]) if vision else None,
         )
 
@@ -143,6 +147,13 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     switched = config.get("use_sliding_window", not str(config.get("model_type", "")).startswith("qwen"))
     return window if isinstance(window, int) and switched else None
+
+
+def _quantization_bits(quantization: Mapping[str, Any]) -> int | None:
+    """The bits of the weights; bitsandbytes writes two switches instead of a number."""
+    if quantization.get("load_in_4bit"):
+        return 4
+    return 8 if quantization.get("load_in_8bit") else quantization.get("bits")
 
 
 def _moe(config: Mapping[str, Any]) -> MoeShape:

@@ -17,6 +17,7 @@ class Quantization:
 
     bits: int
     compute_dtype: int
+    bitsandbytes: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +31,7 @@ class Lora:
 
 
 CAYLEY_MATRICES = 7
-"""Matrices that the series of five terms keeps for its backward: both factors of each of three products, and the skew."""
+"""Matrices that a series of five terms keeps for its backward: both factors of three products, and the skew."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +58,14 @@ class Linear:
             return ops.cast(self._base(ops, self._rotated(ops, x, self.oft)), x.dtype)
         if self.lora is None:
             return self._base(ops, x)
-        if self.quantization is not None:
+        if self.quantization is not None and self.quantization.bitsandbytes:
             return self._lora_quantized(ops, x, self.lora, self.quantization.bits)
         return self._lora(ops, x, self.lora)
 
     def _base(self, ops: Ops, x: Tensor) -> Tensor:
         if self.quantization is None:
             return ops.linear(x, self.weight)
-        if self.quantization.bits == 4:
+        if self.quantization.bits == 4 or not self.quantization.bitsandbytes:
             return self._matmul_4bit(ops, x, self.quantization.compute_dtype)
         return self._matmul_8bit(ops, x)
 

@@ -12,6 +12,7 @@ from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
+from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -193,15 +194,20 @@ class Builder:
 
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
         weight = self.weight(linear.numel, trained=trained, width=linear.in_features)
-        bits = self.run.quantization_bit
-        quantization = Quantization(bits=bits, compute_dtype=self.precision.compute) if bits in (4, 8) else None
+        lora, oft = self.run.finetuning_type == "lora", self.run.finetuning_type == "oft"
         return Linear(
             weight=weight,
-            quantization=quantization,
-            lora=self._lora(name, linear) if self.run.finetuning_type == "lora" else None,
-            oft=self._oft(name, linear) if self.run.finetuning_type == "oft" else None,
+            quantization=self._quantization(),
+            lora=self._lora(name, linear) if lora else None,
+            oft=self._oft(name, linear) if oft else None,
             has_bias=linear.bias,
         )
+
+    def _quantization(self) -> Quantization | None:
+        kind = quantization(self.run, self.shape)
+        if kind is None:
+            return None
+        return Quantization(bits=kind.bits, compute_dtype=self.precision.compute, bitsandbytes=kind.method == "bnb")
 
     def _oft(self, name: str, linear: parameters.LinearShape) -> Oft | None:
         if name not in self.targets:

@@ -12,10 +12,19 @@ from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Tensor
 from llamafactory_preflight.memory.step import Model
+from llamafactory_preflight.run import RunDescription
 
 
 VALUE_HEAD_DROPOUT = 0.1
 """TRL's default, in trl/models/modeling_value_head.py."""
+
+
+WITHOUT_REFERENCE = ("orpo", "simpo")
+
+
+def needs_reference(run: RunDescription) -> bool:
+    """Whether the stage compares the model with another."""
+    return run.stage == "kto" or (run.stage == "dpo" and run.pref_loss not in WITHOUT_REFERENCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,17 +7,10 @@ from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes, parameters
-from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
+from llamafactory_preflight.memory.dtypes import INT64
+from llamafactory_preflight.memory.quantization import quantization, weight_bytes
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
-
-
-QUANTIZATION_BLOCK = 64
-"""Weights that share one absmax in bitsandbytes' 4 bit."""
-NESTED_BLOCK = 256
-"""Absmax values that share one of their own under double quantization."""
-TABLE_BYTES = 2560
-"""Code tables and offset that every 4-bit tensor carries, each rounded up to 512 bytes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,11 +145,12 @@ def base_weight_bytes(
     if run.finetuning_type == "freeze":
         upcast = total(freeze_groups(run, shape))
         return everything * dtypes.size(loaded) + upcast * (dtypes.size(trained) - dtypes.size(loaded)) + vision
-    if run.quantization_bit is None:
+    kind = quantization(run, shape)
+    if kind is None:
         return everything * dtypes.size(loaded) + vision
     linears = parameters.layer_linears(shape).values()
     unquantized = everything - shape.num_layers * sum(linear.numel for linear in linears)
-    quantized = sum(quantized_bytes(linear.numel, linear.out_features, run, block) for linear in linears)
+    quantized = sum(weight_bytes(kind, linear.numel, linear.out_features, block) for linear in linears)
     return unquantized * dtypes.size(loaded) + shape.num_layers * quantized + vision
 
 
@@ -165,28 +159,13 @@ def vision_bytes(run: RunDescription, shape: ModelShape, loaded: int, block: Cal
     if shape.vision is None:
         return 0
     size = shape.vision.numel * dtypes.size(loaded)
-    if run.quantization_bit is None:
+    kind = quantization(run, shape)
+    if kind is None:
         return size
     for linear in shape.vision.linears:
-        quantized = quantized_bytes(linear.numel, linear.out_features, run, block)
+        quantized = weight_bytes(kind, linear.numel, linear.out_features, block)
         size += linear.count * (quantized - linear.numel * dtypes.size(loaded))
     return size
-
-
-def quantized_bytes(numel: int, rows: int, run: RunDescription, block: Callable[[int], int]) -> int:
-    """Bytes of one matrix under bitsandbytes, statistics included.
-
-    Raises:
-        Unmodelled: Another method or width.
-    """
-    if run.quantization_method != "bnb" or run.quantization_bit not in (4, 8):
-        raise Unmodelled(f"Quantization by {run.quantization_method} to {run.quantization_bit} bit has no formula yet")
-    if run.quantization_bit == 8:
-        return block(numel) + block(rows * dtypes.size(FLOAT32))
-    blocks = -(-numel // QUANTIZATION_BLOCK)
-    if not run.double_quantization:
-        return block(numel // 2) + block(blocks * dtypes.size(FLOAT32)) + TABLE_BYTES // 2
-    return block(numel // 2) + block(blocks) + block(blocks // NESTED_BLOCK * dtypes.size(FLOAT32)) + TABLE_BYTES
 
 
 def tensor_bytes(groups: Iterable[Group], itemsize: int, block: Callable[[int], int]) -> int:

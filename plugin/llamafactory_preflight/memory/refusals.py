@@ -1,0 +1,64 @@
+"""Paths without a formula: each one is named, none is guessed at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.software import Software
+
+
+OTHER_CODE = (
+    "use_unsloth", "use_kt", "fp8", "use_mca", "use_hyper_parallel", "use_v1_kernels", "mixture_of_depths",
+    "torch_compile", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "shift_attn", "resize_vocab", "use_llama_pro",
+    "fsdp",
+)  # fmt: skip
+"""Settings that put a run on code that no formula here follows."""
+
+
+def refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
+    """Raises for the first path without a formula.
+
+    Raises:
+        Unmodelled: There is one.
+    """
+    for reason in reasons(run, shape, software):
+        raise Unmodelled(reason)
+
+
+def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:
+    """One sentence for every path of the run that has no formula."""
+    names = [f"`{name}`" for name in OTHER_CODE if getattr(run, name)]
+    if names:
+        yield f"Runs with {', '.join(names)} have no formula yet"
+    if run.deepspeed is not None:
+        yield "What DeepSpeed shards and moves to the host has no formula yet"
+    if run.stage == "ppo":
+        yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
+    if run.label_smoothing_factor:
+        yield "`label_smoothing_factor` has no formula yet"
+    if run.pref_ftx and run.stage == "dpo":
+        yield "`pref_ftx` has no formula yet"
+    if run.stage == "dpo" and run.ref_model not in (None, run.model_name_or_path):
+        yield "A reference model of another name has no formula yet"
+    if quantization(run, shape) is not None and run.finetuning_type not in ADAPTERS:
+        yield "Quantized weights are not trained themselves, only adapters on them"
+    if shape.moe is not None and not software.at_least("transformers", 5):
+        yield "Mixture-of-experts layers of transformers 4 have no formula yet"
+    if shape.moe is not None and run.finetuning_type == "oft":
+        yield "OFT on a mixture-of-experts model has no formula yet"
+    if shape.vision is not None:
+        yield from _vision(run)
+
+
+def _vision(run: RunDescription) -> Iterator[str]:
+    if not (run.freeze_vision_tower and run.freeze_multi_modal_projector):
+        yield "Training the vision tower or the projector has no formula yet"
+    if run.freeze_language_model:
+        yield "Training a vision model without its language model has no formula yet"
+    if run.neat_packing:
+        yield "Neat packing of a vision model has no formula yet"

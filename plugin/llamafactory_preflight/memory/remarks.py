@@ -1,0 +1,31 @@
+"""What a reader should know of an estimate: a sentence for each value that was inferred or may turn out otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llamafactory_preflight.memory.batch import Batch, adds_dummy_image, attention_kernel
+from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+
+
+def remarks(run: RunDescription, shape: ModelShape, batch: Batch) -> Iterator[str]:
+    """The sentences for a run."""
+    yield f"A micro-batch is {batch.sequences} x {batch.length} tokens, the longest that the arguments allow."
+    if run.gradient_checkpointing and run.disable_gradient_checkpointing:
+        yield "`gradient_checkpointing: true` makes the Trainer checkpoint although it is disabled elsewhere."
+    if run.enable_liger_kernel and not shape.family.liger:
+        yield f"LLaMA-Factory has no liger kernels for {shape.model_type}: the logits are written out."
+    if batch.sequences > 1 and batch.mask == "none" and not run.packing and attention_kernel(run) == "sdpa":
+        yield "Samples are taken to be equally long: shorter ones are padded, and their mask takes some more memory."
+    if shape.vision is not None:
+        yield "This is for text alone: images add their tokens and the vision tower's activations."
+    if adds_dummy_image(run, shape.vision):
+        yield "A batch without images gets a blank one from LLaMA-Factory, which makes it longer and needs a mask."
+    if run.adapter_name_or_path and run.finetuning_type in ADAPTERS:
+        yield "A resumed adapter keeps its own rank and targets; those of the arguments were counted."
+    kind = quantization(run, shape)
+    if kind is not None and not kind.exact:
+        yield f"{kind.method.upper()} weights are counted by size, their kernels were not measured: the bounds are wide."
