@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import hub
+from llamafactory_preflight import hub, hub_request
 from llamafactory_preflight.errors import Unmodelled, UserError
 
 
@@ -166,7 +166,7 @@ def test_a_hub_that_cannot_be_reached(tmp_path: Path, endpoint: str) -> None:
 
 
 def test_a_hub_that_does_not_answer(silent_endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(hub_request, "TIMEOUT_SECONDS", 0.1)
     with pytest.raises(Unmodelled, match="cannot be reached"):
         hub.find("someone/tiny", environ={"HF_ENDPOINT": silent_endpoint, "HF_HOME": str(tmp_path)})
 

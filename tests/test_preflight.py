@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import device, findings, host, memory, preflight, report
+from llamafactory_preflight import device, findings, guard, host, memory, preflight, report
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory import Card, MemoryEstimate
@@ -267,10 +267,10 @@ def test_json_files_that_llamafactory_cannot_read(version: str, found: set[str])
 
 
 class TestGuard:
-    """`guard_train`, which the hook calls before a training starts."""
+    """`guard.train`, which the hook calls before a training starts."""
 
     def guard(self, **arguments: Any) -> None:
-        preflight.guard_train(arguments, stage="process")
+        guard.train(arguments, stage="process")
 
     def test_a_run_that_fits_goes_on_with_a_report(
         self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -322,13 +322,6 @@ class TestGuard:
         monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "1GiB")
         self.guard(model_name_or_path=model)
         assert "UNKNOWN" in capsys.readouterr().err
-
-    def test_a_command_line_is_understood(
-        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24GiB")
-        preflight.guard_train(["--model_name_or_path", model, "--cutoff_len", "64"], stage="launcher")
-        assert "64 tokens" in capsys.readouterr().err
 
     def test_a_faulty_plan_names_the_variable(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24")

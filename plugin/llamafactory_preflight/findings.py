@@ -10,6 +10,7 @@ from llamafactory_preflight.hub import ModelSource
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.settings import is_enabled
 from llamafactory_preflight.software import Software, release_of
 from llamafactory_preflight.units import GIB
 
@@ -19,7 +20,7 @@ BUSY_BYTES = GIB
 
 def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[str, str]) -> Iterator[Finding]:
     """LLaMA-Factory refuses DeepSpeed outside of torchrun, which it starts by itself only for several GPUs."""
-    forced = environ.get("FORCE_TORCHRUN", "0").lower() in {"true", "y", "1"}
+    forced = is_enabled(environ, "FORCE_TORCHRUN")
     inside_torchrun = "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ
     if run.deepspeed is not None and num_gpus <= 1 and not forced and not inside_torchrun:
         yield Finding(

@@ -35,8 +35,8 @@ def _around_main(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def main(*args: Any, **kwargs: Any) -> Any:
         _run_own_subcommand()
-        if os.environ.get("USE_V1", "0").lower() in ("true", "y", "1") and _command() in _V1_TRAIN_COMMANDS:
-            _fail_open(lambda: handoff.warn_once("memory unknown: USE_V1=1 is not modelled"), None)
+        if _command() in _V1_TRAIN_COMMANDS:
+            _fail_open(_tell_of_v1, None)
         return original(*args, **kwargs)
 
     return main
@@ -119,6 +119,13 @@ def _warn_missing(point: PatchPoint) -> None:
     handoff.warn_once(f"this LLaMA-Factory has no {point.module}.{point.attribute}; what hooks in there is not active")
 
 
+def _tell_of_v1() -> None:
+    from llamafactory_preflight.settings import is_enabled
+
+    if is_enabled(os.environ, "USE_V1"):
+        handoff.warn_once("memory unknown: USE_V1=1 is not modelled")
+
+
 def _command() -> str:
     return sys.argv[1] if len(sys.argv) > 1 else ""
 
@@ -133,14 +140,14 @@ def _run_own_subcommand() -> None:
 def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> None:
     if "-h" in given or "--help" in given or (stage == "process" and not handoff.speaks()):
         return
-    from llamafactory_preflight import arguments, preflight
+    from llamafactory_preflight import arguments, guard
 
     by_name = given if isinstance(given, dict) else arguments.read(given)
     if handoff.is_checked(by_name):
         return
     if stage == "launcher":  # before the check: a child does not repeat one that failed
         handoff.mark_checked(by_name, config_file=sys.argv[2])
-    preflight.guard_train(by_name, stage=stage)
+    guard.train(by_name, stage=stage)
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:

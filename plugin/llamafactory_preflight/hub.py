@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +11,9 @@ from typing import Any
 from urllib.parse import quote
 
 from llamafactory_preflight.errors import Unmodelled, UserError, words
+from llamafactory_preflight.hub_request import get_json
 
 
-TIMEOUT_SECONDS = 3.0
 LONGEST_NAME = 200  # the hub allows 96 characters for each of its two parts
 WEIGHT_SUFFIXES = (".safetensors", ".bin")
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
@@ -146,11 +142,13 @@ def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
 def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
     endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
     token = _token(env)
-    config = _get(f"{endpoint}/{quote(name)}/resolve/{quote(revision, safe='')}/config.json", name, token)
+    config = get_json(
+        f"{endpoint}/{quote(name)}/resolve/{quote(revision, safe='')}/config.json", name=name, token=token
+    )
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
     try:
-        tree = _get(f"{endpoint}/api/models/{quote(name)}/tree/{quote(revision, safe='')}", name, token)
+        tree = get_json(f"{endpoint}/api/models/{quote(name)}/tree/{quote(revision, safe='')}", name=name, token=token)
         size = _weights([(str(item["path"]), int(item["size"])) for item in tree])
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
@@ -162,11 +160,11 @@ def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, st
     endpoint = domain.rstrip("/") if "://" in domain else f"https://{domain.rstrip('/')}"
     wanted = quote("master" if revision == "main" else revision, safe="")
     files = f"{endpoint}/api/v1/models/{quote(name)}/repo"
-    config = _get(f"{files}?Revision={wanted}&FilePath=config.json", name, None)
+    config = get_json(f"{files}?Revision={wanted}&FilePath=config.json", name=name)
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
     try:
-        listing = _get(f"{files}/files?Revision={wanted}", name, None)
+        listing = get_json(f"{files}/files?Revision={wanted}", name=name)
         size = _weights([(str(item["Path"]), int(item["Size"])) for item in listing["Data"]["Files"]])
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
@@ -191,52 +189,6 @@ def _weights(files: list[tuple[str, int]]) -> int | None:
         if sizes:
             return sum(sizes)
     return None
-
-
-def _get(url: str, name: str, token: str | None) -> Any:
-    """Fetches JSON within the time limit, which a socket's own does not keep: that counts per address and per read."""
-    answers: list[Any] = []
-
-    def ask() -> None:
-        try:
-            answers.append(_fetch(url, name, token))
-        except (UserError, Unmodelled) as error:
-            answers.append(error)
-
-    thread = threading.Thread(target=ask, daemon=True)
-    thread.start()
-    thread.join(TIMEOUT_SECONDS)
-    if not answers:
-        raise Unmodelled(f"The hub cannot be reached to read {name} within {TIMEOUT_SECONDS:.0f} seconds")
-    if isinstance(answers[0], Exception):
-        raise answers[0]
-    return answers[0]
-
-
-def _fetch(url: str, name: str, token: str | None) -> Any:
-    try:
-        request = urllib.request.Request(url, headers={"User-Agent": "llamafactory-preflight"})
-        if token:
-            request.add_unredirected_header("Authorization", f"Bearer {token}")  # Not for the hosts it redirects to.
-        with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-            return json.load(response)
-    except urllib.error.HTTPError as error:
-        error.close()
-        if error.code in (401, 403):
-            raise UserError(
-                f"{name} does not exist on the hub or needs permission",
-                where=url,
-                next_step="Check the name, or set HF_TOKEN",
-            ) from None
-        if error.code == 404:
-            raise UserError(
-                f"The hub has no {name} with a config.json", where=url, next_step="Check the name"
-            ) from None
-        raise Unmodelled(f"The hub answered with error {error.code} for {name}") from None
-    except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
-        reason = getattr(error, "reason", error)
-        reason = words(reason) if isinstance(reason, Exception) else reason
-        raise Unmodelled(f"The hub cannot be reached to read config.json of {name} ({reason})") from None
 
 
 def _enabled(env: Mapping[str, str], variable: str) -> bool:

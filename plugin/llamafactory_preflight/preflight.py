@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, findings, host, hub, memory, paths, report, verdict
+from llamafactory_preflight import arguments, findings, host, hub, memory, paths, verdict
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import from_arguments
-from llamafactory_preflight.settings import GPU_VARIABLE, Settings
+from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
 from llamafactory_preflight.zero import ZeroPlan
 
 
 MOST_GPUS = 4096
-SHORTEST_LENGTH = 16  # Tokens of a sample that any data set may be made of.
 SEVERITIES = ("error", "warning", "info")
 
 
@@ -63,7 +61,7 @@ def check(
     planned = cards.planned(gpu=gpu, free=free)
     if planned is None and device is None:
         planned = cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
-    devices = _devices(planned, device=device, gpus=gpus)
+    devices = taking_part(planned, device=device, gpus=gpus)
     beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
     result = examine(
         given,
@@ -97,7 +95,7 @@ def examine(
     software = Software.installed()
     resolved_arguments, resolved = paths.resolve(given, beside=beside)
     run = from_arguments(
-        resolved_arguments, software=software, origin=origin, allow_extra=_enabled(env, "ALLOW_EXTRA_ARGS")
+        resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
     )
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices
@@ -112,11 +110,11 @@ def examine(
         shape = ModelShape.from_config(model.config)
         if run.deepspeed is not None:
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-        card = _card(decisive, num_gpus=len(devices), env=env)
+        card = card_of(decisive, num_gpus=len(devices), env=env)
         estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software, card=card)
         if on_cpu:
             estimate = _in_main_memory(estimate)
-        answer = _judge(estimate, decisive, host_budget_bytes)
+        answer = judge(estimate, decisive, host_budget_bytes)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
@@ -142,54 +140,12 @@ def examine(
     )
 
 
-def guard_train(given: Mapping[str, Any] | Sequence[str], *, stage: Literal["launcher", "process"]) -> None:
-    """Looks at a run that is about to start, reports on standard error, and stops it if it certainly cannot fit.
-
-    Args:
-        given: What LLaMA-Factory was given: arguments by name, or the command line after `train`.
-        stage: `launcher` before torchrun starts, `process` in the process that trains.
-
-    Raises:
-        SystemExit: With 1, in `block` mode, where the run cannot fit the GPU at any sample length.
-        UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
-    """
-    settings = Settings.from_environment()
-    by_name = given if isinstance(given, Mapping) else arguments.read(list(given))
-    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
-    origin = command[0] if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else "the arguments"
-    planned = cards.planned(gpu=settings.gpu, where=GPU_VARIABLE)
-    result = examine(
-        by_name,
-        origin=origin,
-        beside=Path(origin).resolve().parent if origin != "the arguments" else None,
-        devices=_devices(planned, device=None, gpus=None),
-        host_budget_bytes=host.available_bytes(),
-    )
-    print(report.text(result), file=sys.stderr, flush=True)
-    if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
-        return
-    if not _fits_when_short(result):
-        print(report.REFUSAL, file=sys.stderr, flush=True)
-        raise SystemExit(1)
-    print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
-
-
-def _fits_when_short(result: Result) -> bool:
-    """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
-    if result.run.packing or result.shape is None:
-        return False
-    card = _card(result.device, num_gpus=len(result.devices), env=os.environ)
-    length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    estimate = memory.estimate(result.run, result.shape, software=result.software, card=card, length=length)
-    return _judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
-
-
-def _card(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:
+def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:
     """What the estimate asks of the card, and of the allocator as the training process will find it configured."""
-    torchrun = num_gpus > 1 or _enabled(env, "FORCE_TORCHRUN")
+    torchrun = num_gpus > 1 or is_enabled(env, "FORCE_TORCHRUN")
     if "PYTORCH_ALLOC_CONF" in env:  # torch reads it first, and LLaMA-Factory does not touch it
         allocator = env["PYTORCH_ALLOC_CONF"]
-    elif torchrun and _enabled({"OPTIM_TORCH": "1", **env}, "OPTIM_TORCH"):
+    elif torchrun and is_enabled({"OPTIM_TORCH": "1", **env}, "OPTIM_TORCH"):
         allocator = "expandable_segments:True"  # LLaMA-Factory's launcher sets it, for torchrun only
     else:
         allocator = env.get("PYTORCH_CUDA_ALLOC_CONF", "")
@@ -204,7 +160,8 @@ def _in_main_memory(estimate: memory.MemoryEstimate) -> memory.MemoryEstimate:
     return replace(estimate, host_bytes=estimate.host_bytes + beside_weights)
 
 
-def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
+def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
+    """Compares the estimate with the deciding card, or for a run on the CPU with main memory."""
     if decisive is None:
         if host_budget_bytes is None:
             return verdict.unknown("This system does not tell how much main memory is available.")
@@ -214,7 +171,12 @@ def _judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
 
 
-def _devices(planned: Device | None, *, device: int | None, gpus: int | None) -> tuple[Device, ...]:
+def taking_part(planned: Device | None, *, device: int | None = None, gpus: int | None = None) -> tuple[Device, ...]:
+    """The GPUs of a run: as many planned ones as asked for, or those of this machine.
+
+    Raises:
+        UserError: There are no such GPUs.
+    """
     if gpus is not None and not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"--gpus {gpus} is not a number of GPUs", next_step=f"Give 1 to {MOST_GPUS}")
     if planned is not None and device is not None:
@@ -248,7 +210,3 @@ def _origin(source: Mapping[str, Any] | Path | str) -> str:
     if isinstance(source, Mapping):
         return "the arguments"
     return "standard input" if source == "-" else str(source)
-
-
-def _enabled(env: Mapping[str, str], variable: str) -> bool:
-    return env.get(variable, "").lower() in {"true", "y", "1"}

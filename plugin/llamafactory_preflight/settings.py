@@ -13,11 +13,20 @@ from llamafactory_preflight.errors import UserError
 PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
 TEMPLATE_VARIABLE = "LLAMAFACTORY_TEMPLATE"
 GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"
+TURNS_VARIABLE = "LLAMAFACTORY_TEMPLATE_TURNS"
+LOSS_VARIABLE = "LLAMAFACTORY_TEMPLATE_LOSS"
+EMPTY_THINK_VARIABLE = "LLAMAFACTORY_TEMPLATE_EMPTY_THINK"
 
 Mode = Literal["block", "warn", "fit", "off"]
 TemplateMode = Literal["fix", "warn", "off"]
 MODES = ("block", "warn", "fit", "off")
 TEMPLATE_MODES = ("fix", "warn", "off")
+Turns = Literal["split", "last", "concat"]
+Loss = Literal["all", "answer"]
+EmptyThink = Literal["mask", "train"]
+TURNS = ("split", "last", "concat")
+LOSSES = ("all", "answer")
+EMPTY_THINKS = ("mask", "train")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,11 +37,18 @@ class Settings:
         mode: `block` stops a run that cannot fit, `warn` only says so, `fit` may change the run, `off` does nothing.
         template: `fix` repairs the chat template, `warn` only says what differs, `off` does nothing.
         gpu: Another card to plan for, as `--gpu` takes it, or None for the one in this machine.
+        turns: Of a conversation that is trained otherwise than it is served, `split` makes one sample per answer,
+            `last` trains the last answer only, `concat` trains all of them in one text as LLaMA-Factory does.
+        loss: `answer` puts no loss on reasoning.
+        empty_think: `train` puts the empty think block of an answer without reasoning under loss.
     """
 
     mode: Mode = "block"
     template: TemplateMode = "fix"
     gpu: str | None = None
+    turns: Turns = "split"
+    loss: Loss = "all"
+    empty_think: EmptyThink = "mask"
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Settings:
@@ -46,7 +62,15 @@ class Settings:
             mode=cast(Mode, _choice(env, PREFLIGHT_VARIABLE, MODES)),
             template=cast(TemplateMode, _choice(env, TEMPLATE_VARIABLE, TEMPLATE_MODES)),
             gpu=env.get(GPU_VARIABLE, "").strip() or None,
+            turns=cast(Turns, _choice(env, TURNS_VARIABLE, TURNS)),
+            loss=cast(Loss, _choice(env, LOSS_VARIABLE, LOSSES)),
+            empty_think=cast(EmptyThink, _choice(env, EMPTY_THINK_VARIABLE, EMPTY_THINKS)),
         )
+
+
+def is_enabled(environ: Mapping[str, str], variable: str) -> bool:
+    """Whether one of LLaMA-Factory's own switches is on, by its `is_env_enabled`."""
+    return environ.get(variable, "").lower() in {"true", "y", "1"}
 
 
 def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...]) -> str:

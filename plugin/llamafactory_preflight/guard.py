@@ -1,0 +1,56 @@
+"""Looks at a training that is about to start: reports on it, and stops it if it certainly cannot fit."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from llamafactory_preflight import arguments, device, host, memory, preflight, report
+from llamafactory_preflight.result import Result
+from llamafactory_preflight.settings import GPU_VARIABLE, Settings
+
+
+SHORTEST_LENGTH = 16  # Tokens of a sample that any data set may be made of.
+
+
+def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) -> None:
+    """Reports on standard error, and ends the process before anything is loaded if that has no chance.
+
+    Args:
+        given: The arguments by name.
+        stage: `launcher` before torchrun starts, `process` in the process that trains.
+
+    Raises:
+        SystemExit: With 1, in `block` mode, where the run cannot fit the GPU at any sample length.
+        UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
+    """
+    settings = Settings.from_environment()
+    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
+    file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
+    result = preflight.examine(
+        given,
+        origin=str(file or "the arguments"),
+        beside=file.resolve().parent if file else None,
+        devices=preflight.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
+        host_budget_bytes=host.available_bytes(),
+    )
+    print(report.text(result), file=sys.stderr, flush=True)
+    if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
+        return
+    if not _fits_when_short(result):
+        print(report.REFUSAL, file=sys.stderr, flush=True)
+        raise SystemExit(1)
+    print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
+
+
+def _fits_when_short(result: Result) -> bool:
+    """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
+    if result.run.packing or result.shape is None:
+        return False
+    card = preflight.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
+    length = min(SHORTEST_LENGTH, result.run.cutoff_len)
+    estimate = memory.estimate(result.run, result.shape, software=result.software, card=card, length=length)
+    return preflight.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
