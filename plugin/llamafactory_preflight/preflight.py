@@ -112,8 +112,6 @@ def examine(
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
         card = card_of(decisive, num_gpus=len(devices), env=env)
         estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software, card=card)
-        if on_cpu:
-            estimate = _in_main_memory(estimate)
         answer = judge(estimate, decisive, host_budget_bytes)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
@@ -152,12 +150,6 @@ def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -
     card = memory.Card(expandable_segments="expandable_segments:true" in allocator.lower().replace(" ", ""))
     capability = decisive.compute_capability if decisive else None
     return card if capability is None else replace(card, compute_capability=capability)
-
-
-def _in_main_memory(estimate: memory.MemoryEstimate) -> memory.MemoryEstimate:
-    """What would lie on a card lies in main memory; the weights are counted there already."""
-    beside_weights = estimate.peak_allocated_bytes - estimate.components["weights"]
-    return replace(estimate, host_bytes=estimate.host_bytes + beside_weights)
 
 
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
