@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, findings, host, hub, memory, paths, verdict
+from llamafactory_preflight import arguments, findings, host, hub, memory, model_config, paths, verdict
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model_shape import FAMILIES, ModelShape
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
@@ -107,6 +107,9 @@ def examine(
         assert run.model_name_or_path is not None
         model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
         found += findings.disk_for_weights(model)
+        family = FAMILIES.get(str(model.config.get("model_type")))
+        if family is not None:
+            model_config.check(model.config, place=model.place, moe=family.moe)
         shape = ModelShape.from_config(model.config)
         if run.deepspeed is not None:
             ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
