@@ -3,6 +3,7 @@
 # LLAMAFACTORY_PREFLIGHT_VENV chooses another folder for it, PYTHON another interpreter to make it with.
 
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+: "${HOME:=$(cd ~ && pwd)}" # cron and some containers set none
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/llamafactory-preflight
 VENV=${LLAMAFACTORY_PREFLIGHT_VENV:-$CACHE/venv}
 # The pairing that this version is tested with. torch comes first, or its two companions resolve to others that do not fit.
