@@ -185,17 +185,24 @@ def _dropout_on_cuda(
     return torch.native_dropout(input, p, training)[0]
 
 
-def _causal_mask_is_implied(original: Any) -> Any:
-    """The rule by which transformers drops a mask, without its look at values: full samples have no padding."""
+def _causal_mask_is_implied(original: Any, *, padded: bool) -> Any:
+    """The rule by which transformers drops a mask, without its look at values: only padding makes it needed."""
+    if padded:
+        return lambda *args, **kwargs: False
     return lambda padding_mask, *args, **kwargs: original(None, *args, **kwargs)
 
 
 @contextmanager
-def cuda_kernels(autocast: CudaAutocast) -> Iterator[None]:
-    """Puts the functions above in the place of those that look at a tensor's native device or at its values."""
+def cuda_kernels(autocast: CudaAutocast, *, padded: bool) -> Iterator[None]:
+    """Puts the functions above in the place of those that look at a tensor's native device or at its values.
+
+    Args:
+        autocast: The simulation's autocast.
+        padded: Whether batches hold padding.
+    """
     from transformers import masking_utils
 
-    ignore_mask = _causal_mask_is_implied(masking_utils._ignore_causal_mask_sdpa)
+    ignore_mask = _causal_mask_is_implied(masking_utils._ignore_causal_mask_sdpa, padded=padded)
     with ExitStack() as stack:
         for target, name, value in (
             (torch.nn.functional, "scaled_dot_product_attention", attention_on_cuda(autocast)),

@@ -16,21 +16,32 @@ from llamafactory_preflight.simulate.card import CARD
 from llamafactory_preflight.simulate.storage import StorageTracker
 
 
+PAD_MULTIPLE = 8
 NUM_STEPS = 2  # optimizer states exist from the end of the first step on
 Batch = dict[str, torch.Tensor]
 
 
 def sequence_length(run: RunDescription) -> int:
-    """Tokens of one row: LLaMA-Factory packs to one more than the cutoff, and its collator pads to a multiple of 8."""
-    packed = run.neat_packing or bool(run.packing)
-    length = run.cutoff_len + 1 if packed and run.stage == "sft" else run.cutoff_len
-    return -(-length // 8) * 8
+    """Tokens of one row: the cutoff, which the collators of all stages but `pt` pad to a multiple of 8.
+
+    A packed row is no longer: LLaMA-Factory takes a token off the cutoff (data_args.py) and puts one of padding back
+    (processor/supervised.py).
+    """
+    return run.cutoff_len if run.stage == "pt" else -(-run.cutoff_len // PAD_MULTIPLE) * PAD_MULTIPLE
+
+
+def is_padded(run: RunDescription) -> bool:
+    """Whether even a row of the longest samples ends in padding, so that attention needs a mask."""
+    return sequence_length(run) > run.cutoff_len
 
 
 def make_batch(run: RunDescription, rows: int) -> Batch:
-    """One collated batch on the card, without padding."""
+    """One collated batch on the card."""
     length = sequence_length(run)
-    batch = {name: torch.zeros((rows, length), dtype=torch.int64, device=CARD) for name in ("input_ids", "labels")}
+    names = ["input_ids", "labels"]
+    if run.packing and run.stage == "sft":
+        names.append("position_ids")
+    batch = {name: torch.zeros((rows, length), dtype=torch.int64, device=CARD) for name in names}
     if run.neat_packing and run.flash_attn != "fa2":  # SFTDataCollatorWith4DAttentionMask
         mask = torch.zeros((rows, 1, length, length), dtype=compute_dtype(run) or torch.float32, device=CARD)
     else:

@@ -37,7 +37,7 @@ def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> Storage
         network = model.skeleton(config, model_arguments(run))
         tracker = StorageTracker(vocab_size=text.vocab_size, replacements=kernels.replacements())
         stack.enter_context(cuda_properties(card.compute_capability))
-        stack.enter_context(kernels.cuda_kernels(autocast))
+        stack.enter_context(kernels.cuda_kernels(autocast, padded=loop.is_padded(run)))
         stack.enter_context(optimizer.on_paper(run))
         for mode in (CardMode(), tracker, autocast):
             stack.enter_context(mode)
