@@ -184,7 +184,7 @@ def taking_part(planned: Device | None, *, device: int | None = None, gpus: int 
     if device is not None:
         if not 0 <= device < len(seen):
             raise UserError(
-                f"--device {device} does not exist; {len(seen)} GPUs are visible",
+                f"--device {device} does not exist; visible GPUs: {len(seen)}",
                 next_step="Count from 0, or name a card with --gpu 24GiB",
             )
         return (seen[device],)
