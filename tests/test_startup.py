@@ -113,6 +113,22 @@ def test_the_wheel_holds_the_package_the_two_startup_files_and_the_data(wheel: P
     assert start == "llamafactory_preflight._startup:install\n"
 
 
+def test_versions_are_left_to_llamafactory(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        lines = archive.read(name).decode().split("\n\n")[0].splitlines()
+    needed = {line.removeprefix("Requires-Dist: ") for line in lines if line.startswith("Requires-Dist: ")}
+    assert {line for line in needed if "extra ==" not in line} == {
+        "llamafactory>=0.9.4",
+        "nvidia-ml-py",
+        "omegaconf",
+        "pyyaml",
+    }
+    extras = {line.removeprefix("Provides-Extra: ") for line in lines if line.startswith("Provides-Extra: ")}
+    assert extras == {"qlora", "deepspeed", "flash-attn", "liger", "dev", "test"}
+    assert "License-Expression: Apache-2.0" in lines
+
+
 def test_a_source_distribution_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", tmp_path)
     with tarfile.open(sdist) as archive:
