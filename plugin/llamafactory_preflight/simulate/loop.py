@@ -129,10 +129,12 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescriptio
             total += loss.detach()
             tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
         tracker.stretch(f"optimizer_step/{step}")
-        tracker.allocating("optimizer")
+        tracker.allocating("buffers")
         if run.max_grad_norm > 0:
             torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
         optimizer.step()
+        states = (value for state in optimizer.state.values() for value in state.values())
+        tracker.belongs((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
         tracker.allocating("activations")
         model.zero_grad()
         loss = None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.optimizer import _foreach_supported_types
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
@@ -32,8 +34,9 @@ def build(model: nn.Module, run: RunDescription) -> torch.optim.Optimizer:
     kind, options = Trainer.get_optimizer_cls_and_kwargs(training_args, model)  # type: ignore[arg-type]
     decayed = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    decay = training_args.weight_decay
     groups = [
-        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": 0.01},
+        {"params": [parameter for name, parameter in trained if name in decayed], "weight_decay": decay},
         {"params": [parameter for name, parameter in trained if name not in decayed], "weight_decay": 0.0},
     ]
     optimizer = kind([group for group in groups if group["params"]], **options)
@@ -64,10 +67,19 @@ def _no_launch(*args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def on_paper(run: RunDescription) -> Iterator[None]:
+    """Lets optimizers choose what they would on a card: PyTorch's own work on all tensors of a group at once."""
+    kinds: list[type] = _foreach_supported_types
+    kinds.append(FakeTensor)
+    try:
+        with _bitsandbytes_on_paper() if needs_bitsandbytes(run) else nullcontext():
+            yield
+    finally:
+        kinds.remove(FakeTensor)
+
+
+@contextmanager
+def _bitsandbytes_on_paper() -> Iterator[None]:
     """Lets bitsandbytes' optimizers run without its CUDA library, and forgets what they cache in the process."""
-    if not needs_bitsandbytes(run):
-        yield
-        return
     try:
         import bitsandbytes
         from bitsandbytes.optim.optimizer import Optimizer8bit
