@@ -203,6 +203,7 @@ def test_help(run: Run, scripts_on_path: Path) -> None:
     done = run(["llamafactory-cli", "preflight", "--help"])
     assert done.returncode == 0
     assert "--host-ram" in done.stdout
+    assert "Exit codes: 0 fits or tight" in done.stdout
 
 
 def test_presets(run: Run, tmp_path: Path) -> None:

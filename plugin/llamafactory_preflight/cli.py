@@ -81,7 +81,9 @@ def _silence_output() -> None:
 
 def _preflight(argv: Sequence[str]) -> int:
     parser = _Parser(
-        prog="llamafactory-cli preflight", description="Tells whether a training run fits, without starting it."
+        prog="llamafactory-cli preflight",
+        description="Tells whether a training run fits, without starting it.",
+        epilog="Exit codes: 0 fits or tight, 1 will not fit, 2 cannot tell or faulty input; the worst of several.",
     )
     parser.add_argument(
         "items", nargs="+", metavar="FILE|key=value", help="YAML or JSON files, `-`, and overrides for all"
