@@ -76,6 +76,7 @@ class ModelShape:
     dtype: str
     max_position_embeddings: int
     sliding_window: int | None = None
+    num_full_attention_layers: int = 0
     moe: MoeShape | None = None
     quantization_method: str | None = None
     quantization_bits: int | None = None
@@ -133,6 +134,7 @@ class ModelShape:
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
             max_position_embeddings=config.get("max_position_embeddings") or 0,
             sliding_window=_sliding_window(config),
+            num_full_attention_layers=_full_attention_layers(config),
             moe=_moe(config) if family.moe else None,
             quantization_method=quantization.get("quant_method"),
             quantization_bits=_quantization_bits(quantization),
@@ -147,6 +149,21 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
     window = config.get("sliding_window")
     switched = config.get("use_sliding_window", not str(config.get("model_type", "")).startswith("qwen"))
     return window if isinstance(window, int) and switched else None
+
+
+def _full_attention_layers(config: Mapping[str, Any]) -> int:
+    """Layers without a window in a model that has one."""
+    count = config["num_hidden_layers"]
+    if _sliding_window(config) is None:
+        return int(count)
+    if config.get("layer_types"):
+        return list(config["layer_types"]).count("full_attention")
+    pattern = config.get(
+        "sliding_window_pattern", 6 if str(config.get("model_type", "")).startswith("gemma3") else None
+    )
+    if pattern:
+        return int(count // pattern)
+    return min(int(config.get("max_window_layers", 0)), count)
 
 
 def _quantization_bits(quantization: Mapping[str, Any]) -> int | None:

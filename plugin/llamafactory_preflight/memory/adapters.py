@@ -117,17 +117,23 @@ class Linear:
         return ops.link(rotation, (oft.weight,), (kept,), backward)
 
     def _dora(self, ops: Ops, x: Tensor, result: Tensor, lora: Lora, magnitude: Weight) -> Tensor:
-        """peft.tuners.lora.dora: builds the full update to norm its rows, and holds it until it returns."""
-        numel = self.weight.numel
-        eye = ops.empty(self.weight.width**2, x.dtype, "buffers")
+        """peft.tuners.lora.dora: builds the full update to norm its rows, and holds it until it returns.
+
+        With dropout the base product is made once more, of the dropped input and a copy of the weight in its type.
+        """
+        weight, numel = self.weight, self.weight.numel
+        x = ops.dropout(x, lora.dropout)
+        eye = ops.empty(weight.width**2, x.dtype, "buffers")
         update = ops.linear(ops.linear(eye, lora.a), lora.b, "buffers")
-        frozen = ops.empty(numel, x.dtype, "buffers") if x.dtype != self.weight.dtype else None
+        if x.dtype != weight.dtype or self.quantization is not None:
+            weight = Weight(numel, x.dtype, ops.storage(numel * dtypes.size(x.dtype), "buffers"), width=weight.width)
         scaled = ops.empty(numel, update.dtype, "buffers")
         summed = ops.empty(numel, dtypes.promote(x.dtype, update.dtype), "buffers")
         del scaled, summed
         low_rank = ops.linear(ops.linear(x, lora.a), lora.b)
-        out = ops.add(norms.mul_weight(ops, result, magnitude), ops.scale(norms.mul_weight(ops, low_rank, magnitude)))
-        del eye, update, frozen
+        base = ops.linear(x, weight) if lora.dropout else result
+        out = ops.add(norms.mul_weight(ops, base, magnitude), ops.scale(norms.mul_weight(ops, low_rank, magnitude)))
+        del eye, update, weight
         return out
 
     def _matmul_4bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:

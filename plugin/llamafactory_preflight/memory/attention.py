@@ -112,7 +112,8 @@ def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:
     """repeat_kv: a copy for every query head; its gradient is summed over the group."""
     if call.num_heads == call.num_key_value_heads:
         return x
-    out = ops.empty(call.query_size, x.dtype)
+    single = call.num_key_value_heads == 1  # then its expansion is a view
+    out = Tensor(call.query_size, x.dtype, x.storage) if single else ops.empty(call.query_size, x.dtype)
     size = x.nbytes
     return ops.link(out, (x,), (), lambda grad, saved: (ops.storage(size),))
 

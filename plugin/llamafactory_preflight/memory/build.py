@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from llamafactory_preflight.memory import dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
 from llamafactory_preflight.memory.attention import AttentionCall
@@ -52,18 +54,19 @@ class Builder:
         """The trained model, for one batch."""
         full = self.run.finetuning_type == "full"
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
-        ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
+        ends = tuple(full or name in extra for name in ("embed_tokens", "", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
         liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
-        return self._model(self._segments(inputs), ends, kind=checkpointing_kind(self.run), liger_loss=liger_loss)
+        return self._model(
+            self._segments(inputs, batch), ends, kind=checkpointing_kind(self.run), liger_loss=liger_loss
+        )
 
     def reference_model(self, batch: Batch) -> Model:
         """The model that preferences are measured against: the base without its adapters, or a second copy."""
         builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
         builder.targets = {}
-        segment = builder._segment(
-            builder._inputs(batch, hidden=self.precision.loaded), self.shape.num_layers, trained=False
-        )
+        inputs = builder._inputs(batch, hidden=self.precision.loaded)
+        segment = builder._segment(inputs, self.shape.num_layers, trained=False)
         return builder._model([segment], (False,) * 3, kind="off", liger_loss=False)
 
     def value_head(self) -> Weight:
@@ -71,7 +74,7 @@ class Builder:
         hidden = self.shape.hidden_size
         return Weight(hidden, FLOAT32, self.booked, width=hidden, leaf=self.leaf())
 
-    def _segments(self, inputs: Inputs) -> list[Segment]:
+    def _segments(self, inputs: Inputs, batch: Batch) -> list[Segment]:
         """The trained model's layers in groups of a kind.
 
         The first layer stands alone where it differs from those behind it: its input needs no gradient without
@@ -87,10 +90,25 @@ class Builder:
             full = run.finetuning_type == "full"
             alone = checkpointing_kind(run) in ("off", "host")
             parts = [(full, 1), (full, count - 2), (full, 1)] if alone else [(full, count - 1), (full, 1)]
-        return [self._segment(inputs, number, trained=trained) for trained, number in parts if number > 0]
+        unwindowed = replace(inputs, mask=None if batch.mask == "none" else inputs.mask)
+        return [
+            self._segment(inputs if windowed else unwindowed, number, trained)
+            for trained, number, windowed in self._with_full_attention(parts)
+            if number > 0
+        ]
 
-    def _segment(self, inputs: Inputs, count: int, *, trained: bool) -> Segment:
-        groups = statics.model_groups(self.shape, layers=1, ends=False) if trained else []
+    def _with_full_attention(self, parts: list[tuple[bool, int]]) -> list[tuple[bool, int, bool]]:
+        """Splits the layers without a window off the largest part: which layers they are hardly moves a peak."""
+        full = self.shape.num_full_attention_layers if self.shape.sliding_window is not None else 0
+        largest = max(range(len(parts)), key=lambda index: parts[index][1])
+        split: list[tuple[bool, int, bool]] = []
+        for index, (trained, number) in enumerate(parts):
+            here = min(full, number - 1) if index == largest else 0
+            split += [(trained, here, False), (trained, number - here, True)]
+        return split
+
+    def _segment(self, inputs: Inputs, count: int, trained: bool) -> Segment:
+        groups = statics.layer_groups(self.run, self.shape, count=1) if trained else []
         if self.targets:
             groups = statics.layer_adapter_groups(self.run, self.shape)
         itemsize = dtypes.size(self.precision.trained)
@@ -120,7 +138,7 @@ class Builder:
         )
 
     def _mask_kind(self, batch: Batch) -> str:
-        """A sequence longer than the window gets a mask in the layers that have one (all are taken to have it)."""
+        """A sequence longer than the window gets a mask in the layers that have one."""
         window = self.shape.sliding_window
         sliding = window is not None and batch.length > window and self.kernels.attention == "sdpa"
         return "boolean" if sliding and batch.mask == "none" else batch.mask
@@ -163,11 +181,14 @@ class Builder:
     def layer(self, inputs: Inputs, *, trained: bool) -> DecoderLayer:
         """A decoder layer; `trained` is whether its own parameters are (full and freeze tuning)."""
         linears = {
-            name: self._linear(name, linear, trained=trained)
+            name: self._linear(name, linear, trained=trained and parameters.trains(self.run, self.shape, name))
             for name, linear in parameters.layer_linears(self.shape).items()
         }
-        norms = {name: self._norm(n, trained=trained) for name, n in parameters.layer_norms(self.shape).items()}
-        experts = self._experts(trained=trained)
+        norms = {
+            name: self._norm(n, trained=trained and parameters.trains(self.run, self.shape, name))
+            for name, n in parameters.layer_norms(self.shape).items()
+        }
+        experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))
         return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
 
     def _norm(self, numel: int, *, trained: bool) -> Weight:

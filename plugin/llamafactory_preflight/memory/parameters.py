@@ -58,6 +58,27 @@ def layer_norms(shape: ModelShape) -> dict[str, int]:
     return norms
 
 
+def trains(run: RunDescription, shape: ModelShape, name: str) -> bool:
+    """Whether freeze tuning trains this part of a layer that it trains at all."""
+    if run.finetuning_type != "freeze" or "all" in run.freeze_trainable_modules:
+        return True
+    return _module(shape, name) in run.freeze_trainable_modules
+
+
+def _module(shape: ModelShape, name: str) -> str:
+    """The module of transformers' decoder layer that a linear layer or a norm belongs to."""
+    if name in (*ATTENTION_LINEARS, "q_norm", "k_norm"):
+        return "self_attn"
+    if name in (*MLP_LINEARS, "experts"):
+        return "mlp"
+    sandwich = shape.family.sandwich_norms
+    return {
+        "post_attention_norm": "post_attention_layernorm",
+        "pre_mlp_norm": "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm",
+        "post_mlp_norm": "post_feedforward_layernorm",
+    }.get(name, name)
+
+
 def expert_tensors(shape: ModelShape) -> list[int]:
     """Elements of a sparse layer's router and experts, which transformers 5 keeps in two stacked tensors."""
     if shape.moe is None:

@@ -28,4 +28,4 @@ def remarks(run: RunDescription, shape: ModelShape, batch: Batch) -> Iterator[st
         yield "A resumed adapter keeps its own rank and targets; those of the arguments were counted."
     kind = quantization(run, shape)
     if kind is not None and not kind.exact:
-        yield f"{kind.method.upper()} weights are counted by size, their kernels were not measured: the bounds are wide."
+        yield f"{kind.method.upper()} weights are counted by size and their kernels not at all: the bounds are wide."

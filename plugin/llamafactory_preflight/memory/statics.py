@@ -38,19 +38,29 @@ def total(groups: Iterable[Group]) -> int:
 def model_groups(shape: ModelShape, *, layers: int | None = None, ends: bool = True) -> list[Group]:
     """The base model's parameters: `layers` of its layers (all by default) and, with `ends`, what is around them."""
     count = shape.num_layers if layers is None else layers
-    groups = []
-    for linear in parameters.layer_linears(shape).values():
-        groups.append(Group(numel=linear.numel, count=count, width=linear.in_features))
-        if linear.bias:
-            groups.append(Group(numel=linear.out_features, count=count, matrix=False))
-    groups += [Group(numel=n, count=count, matrix=False) for n in parameters.layer_norms(shape).values()]
-    groups += [Group(numel=n, count=count) for n in parameters.expert_tensors(shape)]
+    groups = layer_groups(RunDescription(), shape, count=count)
     if ends:
         heads = 1 if shape.tie_word_embeddings else 2
         groups.append(Group(numel=parameters.embedding_numel(shape), count=1, embedding=True, in_layers=False))
         if heads == 2:
             groups.append(Group(numel=parameters.embedding_numel(shape), count=1, in_layers=False))
         groups.append(Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False))
+    return groups
+
+
+def layer_groups(run: RunDescription, shape: ModelShape, *, count: int) -> list[Group]:
+    """The parameters of `count` layers; under freeze tuning those that it trains."""
+    groups = []
+    for name, linear in parameters.layer_linears(shape).items():
+        if parameters.trains(run, shape, name):
+            groups.append(Group(numel=linear.numel, count=count, width=linear.in_features))
+            if linear.bias:
+                groups.append(Group(numel=linear.out_features, count=count, matrix=False))
+    for name, numel in parameters.layer_norms(shape).items():
+        if parameters.trains(run, shape, name):
+            groups.append(Group(numel=numel, count=count, matrix=False))
+    if parameters.trains(run, shape, "experts"):
+        groups += [Group(numel=n, count=count) for n in parameters.expert_tensors(shape)]
     return groups
 
 
@@ -90,27 +100,23 @@ def outer_module(name: str, shape: ModelShape) -> Group:
     """A module outside of the layers by its name.
 
     Raises:
-        Unmodelled: It is none of the three that every decoder has.
+        Unmodelled: It is neither embedding nor head; `norm` is looked for within names, so it finds every layer's too.
     """
     embedding = parameters.embedding_numel(shape)
     if name == "embed_tokens":
         return Group(numel=embedding, count=1, embedding=True, in_layers=False)
     if name == "lm_head":
         return Group(numel=embedding, count=1, in_layers=False)
-    if name == "norm":
-        return Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False)
-    raise Unmodelled(f"Module `{name}` outside of the layers is not one this version knows")
+    raise Unmodelled(f"Training the module `{name}` beside the layers or adapters has no formula yet")
 
 
 def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
-    """What `finetuning_type: freeze` trains: whole layers, and named modules outside of the layers.
+    """What `finetuning_type: freeze` trains: layers or modules of them, and named modules outside of the layers.
 
     Raises:
-        Unmodelled: Only some modules of a layer are trained, or an extra module is not a known one.
+        Unmodelled: An extra module is not a known one.
     """
-    if run.freeze_trainable_modules != ("all",) or run.use_llama_pro:
-        raise Unmodelled("Freeze tuning of some modules of a layer has no formula yet")
-    groups = model_groups(shape, layers=min(abs(run.freeze_trainable_layers), shape.num_layers), ends=False)
+    groups = layer_groups(run, shape, count=min(abs(run.freeze_trainable_layers), shape.num_layers))
     tied = shape.tie_word_embeddings
     return groups + [
         outer_module(name, shape) for name in run.freeze_extra_modules if not (tied and name == "lm_head")
