@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
+import sys
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -214,6 +216,18 @@ def test_one_process_of_a_machine_speaks(
 ) -> None:
     monkeypatch.setattr(os, "environ", environ)
     assert handoff.speaks() is speaks
+
+
+def test_standard_error_that_takes_nothing_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        stream = io.TextIOWrapper(full, write_through=True)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with pytest.raises(OSError, match="No space left"):
+            print("something", file=sys.stderr)
+        handoff.say("something")
+    with pytest.raises(ValueError, match="closed file"):
+        print("something", file=sys.stderr)
+    handoff.say("something")
 
 
 def test_a_warning_is_not_repeated(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,7 +84,11 @@ def _apply_after_exec(spec: "ModuleSpec") -> None:
 def _give_up(error: Exception) -> None:
     """Fails open: LLaMA-Factory works on without us. One warning, as the finder is gone after it."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if type(finder) is not _Finder]
-    sys.stderr.write(f"llamafactory-preflight is not active in this process ({type(error).__name__}: {error})\n")
+    reason = f"{type(error).__name__}: {error}"
+    try:
+        print(f"llamafactory-preflight is not active in this process ({reason})", file=sys.stderr)
+    except (OSError, ValueError):  # standard error is closed or full, which is no reason to stop either
+        pass
 
 
 def install() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 
@@ -42,8 +43,9 @@ def speaks() -> bool:
 
 
 def say(message: str) -> None:
-    """Writes one line to standard error, so that standard output stays LLaMA-Factory's."""
-    print(f"llamafactory-preflight: {message}", file=sys.stderr, flush=True)
+    """Writes one line to standard error, so that standard output stays LLaMA-Factory's; training goes on without."""
+    with suppress(OSError, ValueError):
+        print(f"llamafactory-preflight: {message}", file=sys.stderr, flush=True)
 
 
 def warn_once(message: str) -> None:
