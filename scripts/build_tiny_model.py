@@ -37,6 +37,8 @@ TEMPLATE_WHEEL = (
     "c4726e139dd40e1a41661511c639c8a68416782b2e3e8c0befebd77bb7ba0396",
     "trl/chat_templates/qwen3.jinja",
 )
+# The other templates of the family in the same wheel.
+FAMILY = ("qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
 
 # The split of Qwen2 and Qwen3: contractions, letters, single digits, punctuation, line breaks, blanks.
 SPLIT_PATTERN = (
@@ -234,6 +236,21 @@ def build() -> Path:
     return target
 
 
+def chat_templates() -> Path:
+    """All chat templates of the family, one file each, in the cache."""
+    cache = cache_dir()
+    wheel = download(*TEMPLATE_WHEEL[:2], into=cache / "wheels")
+    target = cache / f"chat-templates-{TEMPLATE_WHEEL[1][:8]}"
+    target.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(wheel) as archive:
+        for name in FAMILY:
+            text = archive.read(f"trl/chat_templates/{name}.jinja")
+            scratch = target / f".{name}.{os.getpid()}"
+            scratch.write_bytes(text)
+            scratch.replace(target / f"{name}.jinja")
+    return target
+
+
 def link_to(target: Path, link: Path) -> None:
     """Make `link` point at `target`; a real file or folder of that name is left alone."""
     link.parent.mkdir(parents=True, exist_ok=True)
@@ -248,9 +265,10 @@ def main() -> int:
     """Parse the command line, build, print the folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link", type=Path, help="also make this path a link to the model")
+    parser.add_argument("--chat-templates", action="store_true", help="print the folder of the family's chat templates")
     arguments = parser.parse_args()
     try:
-        target = build()
+        target = chat_templates() if arguments.chat_templates else build()
         if arguments.link:
             link_to(target, arguments.link)
     except (RuntimeError, OSError) as error:

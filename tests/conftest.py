@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -85,3 +86,26 @@ def tiny_model() -> Path:
     )
     assert done.returncode == 0, done.stderr
     return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def chat_templates() -> dict[str, str]:
+    """The official chat templates of the Qwen3 family, and two that are rebuilt from them by the text that differs."""
+    command = [sys.executable, str(ROOT / "scripts/build_tiny_model.py"), "--chat-templates"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.strip().splitlines()[-1])
+    texts = {file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.jinja")}
+    prompt = "    {{- '<|im_start|>assistant\\n' }}\n"
+    end = texts["qwen3"].index(prompt)
+    texts["qwen3_thinking_2507"] = texts["qwen3"][:end] + prompt.replace("assistant\\n", "assistant\\n<think>\\n")
+    texts["qwen3_thinking_2507"] += "{%- endif %}"
+    return texts
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tiny_model: Path) -> Any:
+    """The real Qwen3 tokenizer. Don't change it: it is shared."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_model)

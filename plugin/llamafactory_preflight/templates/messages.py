@@ -1,0 +1,122 @@
+"""Turns the messages that LLaMA-Factory keeps into those that a chat template is made for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from llamafactory_preflight.templates.families import Family
+from llamafactory_preflight.templates.thinking import Answer, split_answer
+
+
+Message = dict[str, Any]
+
+ANSWERS = ("assistant", "function")
+RESULTS_BETWEEN = "\n</tool_response>\n<tool_response>\n"  # LLaMA-Factory joins results of several tools so
+_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+
+
+class BrokenSample(Exception):
+    """A sample that cannot be rendered.
+
+    Args:
+        reason: What is wrong with it, without the data itself.
+    """
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+def to_official(messages: Sequence[Message], *, family: Family, system: str | None) -> list[Message]:
+    """The same conversation with roles, reasoning and tool calls as `apply_chat_template` wants them.
+
+    Raises:
+        BrokenSample: A call is not what it should be.
+    """
+    official: list[Message] = [{"role": "system", "content": system}] if system else []
+    for message in messages:
+        role, content = message["role"], message["content"] or ""
+        if role in ANSWERS:
+            official.append(answer_message(role, content, family=family))
+        elif role == "observation":
+            official.extend({"role": "tool", "content": result} for result in content.split(RESULTS_BETWEEN))
+        else:
+            official.append({"role": role, "content": content})
+    return official
+
+
+def answer_message(role: str, content: str, *, family: Family) -> Message:
+    """One answer: reasoning apart where the template knows it, and calls apart from text."""
+    answer = split_answer(content) if family.reasons else Answer(text=content)
+    message: Message = {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning}
+    if role == "function":
+        prefix, text, calls = _calls(answer.text if family.reasons else content)
+        message["content"] = prefix + text
+        if calls:
+            message["tool_calls"] = calls
+    return message
+
+
+def _calls(content: str) -> tuple[str, str, list[Message]]:
+    """Reasoning that is mere text to this template, other text, and the calls."""
+    blocks = _CALL.findall(content)
+    if blocks and all(block.startswith("<function=") for block in blocks):
+        return "", content, []  # written in the model's own way already
+    if blocks:
+        text = "\n".join(part for part in (piece.strip("\n") for piece in _CALL.sub("\0", content).split("\0")) if part)
+        return "", text, [call for block in blocks for call in _parsed(block)]
+    answer = split_answer(content)
+    prefix = content[: content.rindex(answer.text)] if answer.reasoning and answer.text else ""
+    return prefix, "", _parsed(answer.text)
+
+
+def _parsed(text: str) -> list[Message]:
+    try:
+        given = json.loads(text)
+    except ValueError:
+        raise BrokenSample("a call is not JSON") from None
+    calls = given if isinstance(given, list) else [given]
+    return [{"type": "function", "function": _function(call)} for call in calls]
+
+
+def _function(call: Any) -> Message:
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        call = call["function"]
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise BrokenSample("a call has no name")
+    arguments = call.get("arguments", {})
+    if isinstance(arguments, str):  # as OpenAI has them
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            raise BrokenSample("the arguments of a call are not JSON") from None
+    if not isinstance(arguments, dict):
+        raise BrokenSample("the arguments of a call are no object")
+    return {"name": call["name"], "arguments": arguments}
+
+
+def to_tools(tools: str | None) -> list[Message] | None:
+    """The tools of a sample, each in the wrapper that the official templates print.
+
+    Raises:
+        BrokenSample: They are not a list of JSON objects.
+    """
+    if not tools:
+        return None
+    try:
+        given = json.loads(tools)
+    except ValueError:
+        raise BrokenSample("the tools are not JSON") from None
+    listed = given if isinstance(given, list) else [given]
+    if not all(isinstance(tool, dict) for tool in listed):
+        raise BrokenSample("the tools are not a list of objects")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in listed] or None
+
+
+def num_queries(messages: Sequence[Message]) -> int:
+    """How many of the messages are questions to the official templates."""
+    questions = (message["content"].strip() for message in messages if message["role"] == "user")
+    return sum(not (text.startswith("<tool_response>") and text.endswith("</tool_response>")) for text in questions)
