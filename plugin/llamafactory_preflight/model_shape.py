@@ -20,6 +20,7 @@ class Family:
         sandwich_norms: A second norm behind attention and behind the MLP.
         wide_norm: The norm computes to its end in float32 (Gemma), not only its statistics.
         moe: The MLPs are experts.
+        masked_loss: The loss takes a copy of the logits that are not padding.
         liger: LLaMA-Factory applies liger's kernels to it; for other types it warns and goes on without.
     """
 
@@ -28,6 +29,7 @@ class Family:
     sandwich_norms: bool = False
     wide_norm: bool = False
     moe: bool = False
+    masked_loss: bool = False
     liger: bool = True
 
 
@@ -39,12 +41,20 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(qk_norm=True, moe=True),
     "gemma3_text": Family(qk_norm=True, sandwich_norms=True, wide_norm=True),
     "qwen3_vl": Family(qk_norm=True, liger=False),
+    "qwen3_vl_moe": Family(qk_norm=True, moe=True, liger=False),
     "qwen2_5_vl": Family(qkv_bias=True),
+    "qwen2_vl": Family(qkv_bias=True),
+    "gemma3": Family(qk_norm=True, sandwich_norms=True, wide_norm=True, masked_loss=True),
 }
 """Model types whose layers are modelled, after transformers' modelling files."""
 
 _REQUIRED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-_TIED_BY_DEFAULT = {"gemma3_text"}
+_TIED_BY_DEFAULT = {"gemma3", "gemma3_text"}
+_GEMMA3 = {
+    "vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096,
+}  # fmt: skip
+_DEFAULTS = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
+"""What transformers fills in where the published config.json files are silent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,7 +119,7 @@ class ModelShape:
         if family is None:
             raise Unmodelled(f"Model type `{model_type or 'none given'}` is not one this version has a formula for")
         outer = config
-        config = {**outer, **outer.get("text_config", {})}
+        config = {**_DEFAULTS.get(model_type, {}), **outer, **outer.get("text_config", {})}
         missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
         if missing:
             raise Unmodelled(f"config.json of the {model_type} model has no {', '.join(missing)}")

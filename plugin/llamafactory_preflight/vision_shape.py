@@ -86,12 +86,51 @@ def qwen2_5_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
     )
 
 
+def qwen2_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
+    """Qwen2-VL: as Qwen2.5-VL's, with a plain MLP and LayerNorms."""
+    size, depth = vision.get("embed_dim", 1280), vision.get("depth", 32)
+    width = size * vision.get("mlp_ratio", 4)
+    patch, frames = vision.get("patch_size", 14), vision.get("temporal_patch_size", 2)
+    merged = size * vision.get("spatial_merge_size", 2) ** 2
+    return VisionShape(
+        linears=(
+            *_blocks(depth, (size, 3 * size), (size, size), (size, width), (width, size)),
+            *_blocks(1, (merged, merged), (merged, vision.get("hidden_size", hidden_size))),
+        ),
+        other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 4 * size + 2 * size,
+        templates=frozenset({"qwen2_vl"}),
+        dummy_tokens=6,
+    )
+
+
+def gemma3(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
+    """SigLIP and Gemma's projector, a bare matrix with a norm."""
+    size, depth = vision.get("hidden_size", 1152), vision.get("num_hidden_layers", 27)
+    width = vision.get("intermediate_size", 4304)
+    patch, image = vision.get("patch_size", 14), vision.get("image_size", 896)
+    return VisionShape(
+        linears=_blocks(depth, (size, size), (size, size), (size, size), (size, size), (size, width), (width, size)),
+        other=(
+            size * (vision.get("num_channels", 3) * patch**2 + 1)
+            + size * (image // patch) ** 2
+            + (depth * 2 + 1) * 2 * size
+            + size * hidden_size
+            + size
+        ),
+        templates=frozenset({"gemma3"}),
+        dummy_tokens=260,
+    )
+
+
 def _blocks(count: int, *sizes: tuple[int, int]) -> tuple[VisionLinear, ...]:
     return tuple(VisionLinear(in_features=a, out_features=b, count=count) for a, b in sizes)
 
 
 VISION_SHAPES: Mapping[str, Callable[[Mapping[str, Any], int], VisionShape]] = {
     "qwen3_vl": qwen3_vl,
+    "qwen3_vl_moe": qwen3_vl,
     "qwen2_5_vl": qwen2_5_vl,
+    "qwen2_vl": qwen2_vl,
+    "gemma3": gemma3,
 }
 """Model types with a vision tower, after transformers' modelling files."""

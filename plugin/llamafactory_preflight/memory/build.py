@@ -132,6 +132,7 @@ class Builder:
             checkpointing=kind,
             input_requires_grad=bool(self.targets) and kind != "off",
             liger_loss=liger_loss,
+            masked_loss=self.shape.family.masked_loss,
             converts_outputs=self.precision.autocast is not None,
             noise=bool(self.run.neftune_noise_alpha),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],

@@ -169,10 +169,13 @@ class _Estimator:
             card=self.card,
             host=host_bytes(
                 self.run,
-                self.shape,
-                self.batch,
                 trained=self.gradients,
+                num_trained=self.gradients // dtypes.size(self.precision.trained),
                 weights=self.weights,
+                inputs=self.shape.num_layers
+                * self.batch.tokens
+                * self.shape.hidden_size
+                * dtypes.size(self.precision.loaded),
                 peak=sum(split.values()),
             ),
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,

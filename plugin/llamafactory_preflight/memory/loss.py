@@ -13,6 +13,16 @@ def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
     return _pick(ops, log_softmax(ops, high))
 
 
+def masked_cross_entropy(ops: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Gemma3ForConditionalGeneration's loss: float32 logits, which are returned, and a copy of those that count."""
+    high = ops.cast(logits, FLOAT32, "logits")
+    shifted = without_last_token(ops, high)
+    size = shifted.nbytes
+    chosen = ops.empty(shifted.numel, FLOAT32, "logits")
+    chosen = ops.link(chosen, (shifted,), (), lambda grad, saved: (ops.storage(size, "logits"),))
+    return _pick(ops, log_softmax(ops, chosen)), high
+
+
 def log_softmax(ops: Ops, x: Tensor, *, contiguous: bool = True) -> Tensor:
     """torch.log_softmax in float32: saves its output; an input that is no whole tensor is copied first."""
     copy = None if contiguous else ops.empty(x.numel, FLOAT32, "logits")

@@ -45,6 +45,7 @@ class Model:
         checkpointing: `reentrant`, `non_reentrant`, `host` (use_unsloth_gc) or `off`.
         input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
         liger_loss: Whether liger's fused loss takes the place of head and loss in training.
+        masked_loss: Whether the loss copies the logits that are not padding (Gemma 3 with its vision tower).
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
         noise: Whether NEFTune adds noise to the embeddings.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
@@ -57,6 +58,7 @@ class Model:
     checkpointing: str
     input_requires_grad: bool
     liger_loss: bool
+    masked_loss: bool
     converts_outputs: bool
     noise: bool
     upcasts_logits: bool
@@ -71,7 +73,10 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
             result = loss.liger_linear_cross_entropy(ops, hidden, model.head)
         else:
             logits = head(ops, model, hidden)
-            result = loss.cross_entropy(ops, logits)
+            if model.masked_loss:
+                result, logits = loss.masked_cross_entropy(ops, logits)
+            else:
+                result = loss.cross_entropy(ops, logits)
         del hidden
     if logits is not None:
         logits = convert(ops, model, logits)
@@ -84,7 +89,10 @@ def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     with ops.no_grad():
         with ops.autocast():
             logits = head(ops, model, hidden_states(ops, model, tokens))
-            loss.cross_entropy(ops, logits)
+            if model.masked_loss:
+                _, logits = loss.masked_cross_entropy(ops, logits)
+            else:
+                loss.cross_entropy(ops, logits)
         convert(ops, model, logits)
 
 
