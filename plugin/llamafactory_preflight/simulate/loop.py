@@ -127,6 +127,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescriptio
             # Not `Tensor.backward`, which is itself seen by CudaAutocast and would run without it.
             torch.autograd.backward(loss if scaler is None else loss * scaler)
             total += loss.detach()
+            del loss  # and with it the graph, as when `Trainer.training_step` returns
             tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
         tracker.stretch(f"optimizer_step/{step}")
         tracker.allocating("buffers")
@@ -137,7 +138,6 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescriptio
         tracker.belongs((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
         tracker.allocating("activations")
         model.zero_grad()
-        loss = None
         tracker.stretch("save/save/save/save")
 
 

@@ -22,13 +22,17 @@ def skeleton(config: Any, model_args: Any) -> nn.Module:
     patch_config(config, None, model_args, load_options, is_trainable=True)
     images = type(config) in AutoModelForImageTextToText._model_mapping
     kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
-    dtype = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
     with torch.device("meta"):
         build: Any = kind.from_config
-        model = build(config, dtype=dtype, attn_implementation=_attention(config))
+        model = build(config, dtype=loaded_type(config), attn_implementation=_attention(config))
     model.tie_weights()
     quantized.replace_linear_layers(model, load_options.get("quantization_config"))
     return model  # type: ignore[no-any-return]
+
+
+def loaded_type(config: Any) -> torch.dtype:
+    """The checkpoint's own type, which LLaMA-Factory loads whatever the run computes in."""
+    return getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None) or torch.float32
 
 
 def _attention(config: Any) -> str | None:
