@@ -2,9 +2,9 @@
 
 usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS]
 
-CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name, "args":
-{LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}. Weights
-are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
+CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name,
+"args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}.
+Weights are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
 `cutoff_len` tokens. Each case is a process of its own, forked from one that has imported what takes long, several side
 by side within the card's memory.
 """
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import shutil
 import struct
 import sys
 import tempfile
@@ -41,8 +42,8 @@ WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system",
 DEFAULTS: dict[str, Any] = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen3_nothink",
     "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4,
-    "bf16": True, "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1, "overwrite_cache": True,
-    "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False, "disable_tqdm": True,
+    "bf16": True, "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1,
+    "overwrite_cache": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False, "disable_tqdm": True,
 }  # fmt: skip
 
 
@@ -131,7 +132,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Runs one case in this process and returns what it took."""
     import torch
     from llamafactory.train import tuner
-    from transformers import TrainerCallback
+    from transformers import Trainer, TrainerCallback
 
     result: dict[str, Any] = {key: case[key] for key in ("id", "model", "args", "cap_gib", "env") if key in case}
 
@@ -173,7 +174,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
             torch.cuda.set_per_process_memory_fraction(case["cap_gib"] * GIB / total)
         if case.get("snapshot"):
             torch.cuda.memory._record_memory_history(max_entries=400000)
-        tuner.run_exp(arguments(case), callbacks=[Watch()])
+        args = arguments(case)
+        if args["save_strategy"] == "no":
+            Trainer.save_model = lambda *_, **__: None  # the final model would only fill the disk
+        tuner.run_exp(args, callbacks=[Watch()])
         result["ok"] = True
     except torch.cuda.OutOfMemoryError as error:
         result |= {"ok": False, "out_of_memory": str(error)[:300]}
@@ -226,6 +230,7 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: floa
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
             case = running.pop(pid)
+            shutil.rmtree(ROOT / "out" / case["id"], ignore_errors=True)
             print(f"{time.time() - started:6.0f} s  {case['id']}", flush=True)
         elif late:
             break
