@@ -10,9 +10,8 @@ from llamafactory_preflight.memory.host import host_bytes, host_remarks
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
-from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.refusals import refuse
-from llamafactory_preflight.memory.remarks import remarks
+from llamafactory_preflight.memory.remarks import by_size, remarks
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate, bounds
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -161,11 +160,10 @@ class _Estimator:
                 "optimizer": self.optimizer.states,
                 "buffers": workspace + self.optimizer.step,
             }
-        kind = quantization(self.run, self.shape)
         return bounds(
             phases=phases,
             components=split,
-            exact=kind is None or kind.exact,
+            exact=not any(by_size(self.run, self.shape)),
             card=self.card,
             host=host_bytes(
                 self.run,
@@ -179,7 +177,11 @@ class _Estimator:
                 peak=sum(split.values()),
             ),
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
-            remarks=(*remarks(self.run, self.shape, self.batch), *host_remarks(self.run)),
+            remarks=(
+                *remarks(self.run, self.shape, self.batch),
+                *by_size(self.run, self.shape),
+                *host_remarks(self.run),
+            ),
         )
 
 

@@ -13,14 +13,13 @@ def cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
     return _pick(ops, log_softmax(ops, high))
 
 
-def masked_cross_entropy(ops: Ops, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Gemma3ForConditionalGeneration's loss: float32 logits, which are returned, and a copy of those that count."""
-    high = ops.cast(logits, FLOAT32, "logits")
-    shifted = without_last_token(ops, high)
+def masked_cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
+    """Gemma3ForConditionalGeneration's loss, on float32 logits: it copies those that are not padding."""
+    shifted = without_last_token(ops, logits)
     size = shifted.nbytes
     chosen = ops.empty(shifted.numel, FLOAT32, "logits")
     chosen = ops.link(chosen, (shifted,), (), lambda grad, saved: (ops.storage(size, "logits"),))
-    return _pick(ops, log_softmax(ops, chosen)), high
+    return _pick(ops, log_softmax(ops, chosen))
 
 
 def log_softmax(ops: Ops, x: Tensor, *, contiguous: bool = True) -> Tensor:

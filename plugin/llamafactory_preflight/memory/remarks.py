@@ -26,6 +26,15 @@ def remarks(run: RunDescription, shape: ModelShape, batch: Batch) -> Iterator[st
         yield "A batch without images gets a blank one from LLaMA-Factory, which makes it longer and needs a mask."
     if run.adapter_name_or_path and run.finetuning_type in ADAPTERS:
         yield "A resumed adapter keeps its own rank and targets; those of the arguments were counted."
+
+
+def by_size(run: RunDescription, shape: ModelShape) -> Iterator[str]:
+    """What was counted by its size alone, so that the bounds are wide."""
     kind = quantization(run, shape)
     if kind is not None and not kind.exact:
         yield f"{kind.method.upper()} weights are counted by size and their kernels not at all: the bounds are wide."
+    full = run.finetuning_type in ("full", "freeze") and not run.pure_bf16
+    if shape.moe is not None and full:
+        yield "Training experts in float32 was neither measured nor simulated: the bounds are wide."
+    if shape.family.masked_loss and not run.enable_liger_kernel:
+        yield "The loss of Gemma 3 with its vision tower was not measured: the bounds are wide."

@@ -45,7 +45,8 @@ class Model:
         checkpointing: `reentrant`, `non_reentrant`, `host` (use_unsloth_gc) or `off`.
         input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
         liger_loss: Whether liger's fused loss takes the place of head and loss in training.
-        masked_loss: Whether the loss copies the logits that are not padding (Gemma 3 with its vision tower).
+        masked_loss: Whether the model turns its logits to float32 for a loss that copies those that are not padding
+            (Gemma 3 with its vision tower).
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
         noise: Whether NEFTune adds noise to the embeddings.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
@@ -73,10 +74,7 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
             result = loss.liger_linear_cross_entropy(ops, hidden, model.head)
         else:
             logits = head(ops, model, hidden)
-            if model.masked_loss:
-                result, logits = loss.masked_cross_entropy(ops, logits)
-            else:
-                result = loss.cross_entropy(ops, logits)
+            result = _cross_entropy(ops, model, logits)
         del hidden
     if logits is not None:
         logits = convert(ops, model, logits)
@@ -89,10 +87,7 @@ def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     with ops.no_grad():
         with ops.autocast():
             logits = head(ops, model, hidden_states(ops, model, tokens))
-            if model.masked_loss:
-                _, logits = loss.masked_cross_entropy(ops, logits)
-            else:
-                loss.cross_entropy(ops, logits)
+            _cross_entropy(ops, model, logits)
         convert(ops, model, logits)
 
 
@@ -106,7 +101,11 @@ def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
 def head(ops: Ops, model: Model, hidden: Tensor) -> Tensor:
     """The output embedding."""
     logits = ops.linear(hidden, model.head, "logits")
-    return ops.cast(logits, FLOAT32, "logits") if model.upcasts_logits else logits
+    return ops.cast(logits, FLOAT32, "logits") if model.upcasts_logits or model.masked_loss else logits
+
+
+def _cross_entropy(ops: Ops, model: Model, logits: Tensor) -> Tensor:
+    return (loss.masked_cross_entropy if model.masked_loss else loss.cross_entropy)(ops, logits)
 
 
 def convert(ops: Ops, model: Model, logits: Tensor) -> Tensor:
