@@ -163,17 +163,14 @@ def _sliding_window(config: Mapping[str, Any]) -> int | None:
 
 def _full_attention_layers(config: Mapping[str, Any]) -> int:
     """Layers without a window in a model that has one."""
-    count = config["num_hidden_layers"]
+    count = int(config["num_hidden_layers"])
     if _sliding_window(config) is None:
-        return int(count)
+        return count
     if config.get("layer_types"):
         return list(config["layer_types"]).count("full_attention")
-    pattern = config.get(
-        "sliding_window_pattern", 6 if str(config.get("model_type", "")).startswith("gemma3") else None
-    )
-    if pattern:
-        return int(count // pattern)
-    return min(int(config.get("max_window_layers", 0)), count)
+    gemma = str(config.get("model_type", "")).startswith("gemma3")
+    pattern = config.get("sliding_window_pattern", 6 if gemma else None)
+    return count // int(pattern) if pattern else min(int(config.get("max_window_layers", 0)), count)
 
 
 def _quantization_bits(quantization: Mapping[str, Any]) -> int | None:
