@@ -47,6 +47,7 @@ class Builder:
             attention=attention_kernel(run),
             wide_norm=shape.family.wide_norm,
         )
+        self.every_norm = parameters.trains_every_norm(run)
         self.booked = Storage(ops.ledger, 0, "weights")
         self.targets = parameters.lora_targets(run, shape) if run.finetuning_type in ADAPTERS else {}
 
@@ -54,7 +55,7 @@ class Builder:
         """The trained model, for one batch."""
         full = self.run.finetuning_type == "full"
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
-        ends = tuple(full or name in extra for name in ("embed_tokens", "", "lm_head"))
+        ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
         liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
         return self._model(
@@ -64,7 +65,7 @@ class Builder:
     def reference_model(self, batch: Batch) -> Model:
         """The model that preferences are measured against: the base without its adapters, or a second copy."""
         builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
-        builder.targets = {}
+        builder.targets, builder.every_norm = {}, False
         inputs = builder._inputs(batch, hidden=self.precision.loaded)
         segment = builder._segment(inputs, self.shape.num_layers, trained=False)
         return builder._model([segment], (False,) * 3, kind="off", liger_loss=False)
@@ -111,12 +112,14 @@ class Builder:
         groups = statics.layer_groups(self.run, self.shape, count=1) if trained else []
         if self.targets:
             groups = statics.layer_adapter_groups(self.run, self.shape)
+        elif self.every_norm and not trained:
+            groups = statics.norm_groups(self.shape, count=1)
         itemsize = dtypes.size(self.precision.trained)
         gradients = statics.tensor_bytes(groups, itemsize, self.ops.ledger.block) if self.fresh_gradients else 0
         return Segment(
             layer=self.layer(inputs, trained=trained),
             count=count,
-            trained=trained or bool(self.targets),
+            trained=trained or bool(self.targets) or self.every_norm,
             gradient_bytes=gradients,
         )
 
@@ -186,7 +189,7 @@ class Builder:
             for name, linear in parameters.layer_linears(self.shape).items()
         }
         norms = {
-            name: self._norm(n, trained=trained and parameters.trains(self.run, self.shape, name))
+            name: self._norm(n, trained=(trained and parameters.trains(self.run, self.shape, name)) or self.every_norm)
             for name, n in parameters.layer_norms(self.shape).items()
         }
         experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))

@@ -65,6 +65,11 @@ def trains(run: RunDescription, shape: ModelShape, name: str) -> bool:
     return _module(shape, name) in run.freeze_trainable_modules
 
 
+def trains_every_norm(run: RunDescription) -> bool:
+    """`norm` as an extra module of freeze tuning is looked for within names, so it finds the norms of every layer."""
+    return run.finetuning_type == "freeze" and "norm" in run.freeze_extra_modules
+
+
 def _module(shape: ModelShape, name: str) -> str:
     """The module of transformers' decoder layer that a linear layer or a norm belongs to."""
     if name in (*ATTENTION_LINEARS, "q_norm", "k_norm"):

@@ -23,6 +23,7 @@ class Group:
     embedding: bool = False
     matrix: bool = True
     in_layers: bool = True
+    norm: bool = False
 
     @property
     def total(self) -> int:
@@ -58,7 +59,7 @@ def layer_groups(run: RunDescription, shape: ModelShape, *, count: int) -> list[
                 groups.append(Group(numel=linear.out_features, count=count, matrix=False))
     for name, numel in parameters.layer_norms(shape).items():
         if parameters.trains(run, shape, name):
-            groups.append(Group(numel=numel, count=count, matrix=False))
+            groups.append(Group(numel=numel, count=count, matrix=False, norm=True))
     if parameters.trains(run, shape, "experts"):
         groups += [Group(numel=n, count=count) for n in parameters.expert_tensors(shape)]
     return groups
@@ -117,10 +118,16 @@ def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
         Unmodelled: An extra module is not a known one.
     """
     groups = layer_groups(run, shape, count=min(abs(run.freeze_trainable_layers), shape.num_layers))
-    tied = shape.tie_word_embeddings
-    return groups + [
-        outer_module(name, shape) for name in run.freeze_extra_modules if not (tied and name == "lm_head")
-    ]
+    if parameters.trains_every_norm(run):
+        groups = [group for group in groups if not group.norm] + norm_groups(shape, count=shape.num_layers)
+        groups.append(Group(numel=shape.hidden_size, count=1, matrix=False, in_layers=False))
+    left_out = {"norm", "lm_head"} if shape.tie_word_embeddings else {"norm"}
+    return groups + [outer_module(name, shape) for name in run.freeze_extra_modules if name not in left_out]
+
+
+def norm_groups(shape: ModelShape, *, count: int) -> list[Group]:
+    """The norms of `count` layers."""
+    return [Group(numel=n, count=count, matrix=False, norm=True) for n in parameters.layer_norms(shape).values()]
 
 
 def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
