@@ -93,6 +93,9 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("--device", type=int, help="look at this visible GPU only")
     parser.add_argument("--gpus", type=int, help="number of GPUs that take part")
     parser.add_argument("--host-ram", help="plan for this main memory (64GiB)")
+    parser.add_argument(
+        "--exact", action="store_true", help="simulate the run: some seconds, and any architecture that is installed"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     options = parser.parse_intermixed_args(_amounts_joined(argv))
     from llamafactory_preflight import preflight, report
@@ -113,6 +116,7 @@ def _preflight(argv: Sequence[str]) -> int:
                 device=options.device,
                 gpus=options.gpus,
                 host_ram=options.host_ram,
+                exact=options.exact,
             )
         except UserError as error:
             worst = 2

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, findings, host, hub, memory, model_config, paths, verdict
+from llamafactory_preflight import arguments, findings, host, hub, memory, model_config, paths, simulate, verdict
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
@@ -34,6 +34,7 @@ def check(
     device: int | None = None,
     gpus: int | None = None,
     host_ram: str | None = None,
+    exact: bool = False,
 ) -> Result:
     """Tells what a training run will take and whether it fits, without loading anything.
 
@@ -47,6 +48,7 @@ def check(
         device: Which visible GPU to look at; by default all, and the one with the least free memory decides.
         gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
         host_ram: Main memory to plan for (`64GiB`); by default what is available here.
+        exact: Simulate the run with the installed packages: some seconds, for any architecture that they know.
 
     Returns:
         The prediction in bytes, the verdict and the findings. The verdict is `unknown` where the run is not modelled.
@@ -69,6 +71,7 @@ def check(
         beside=beside,
         devices=devices,
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
+        exact=exact,
     )
     if result.device is None and not result.run.use_cpu:
         raise UserError(
@@ -85,6 +88,7 @@ def examine(
     devices: tuple[Device, ...],
     host_budget_bytes: int | None,
     environ: Mapping[str, str] | None = None,
+    exact: bool = False,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
@@ -110,11 +114,14 @@ def examine(
         family = FAMILIES.get(str(model.config.get("model_type")))
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
-        shape = ModelShape.from_config(model.config)
-        if run.deepspeed is not None:
-            ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-        card = card_of(decisive, num_gpus=len(devices), env=env)
-        estimate = memory.estimate(replace(run, use_cpu=on_cpu), shape, software=software, card=card)
+        card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
+        if exact:
+            estimate = simulate.estimate(placed, model.config, software=software, card=card)
+        else:
+            shape = _shape(model.config)
+            if run.deepspeed is not None:
+                ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
+            estimate = memory.estimate(placed, shape, software=software, card=card)
         answer = judge(estimate, decisive, host_budget_bytes)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
@@ -139,6 +146,13 @@ def examine(
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
         resolved=resolved,
     )
+
+
+def _shape(config: Mapping[str, Any]) -> ModelShape:
+    try:
+        return ModelShape.from_config(config)
+    except Unmodelled as error:
+        raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
 
 
 def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.errors import Unmodelled, words
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.card import Card
 from llamafactory_preflight.memory.host import host_bytes, host_remarks
@@ -30,6 +30,7 @@ NOT_FOLLOWED = (
     *("use_dft_loss", "use_asft_loss", "use_eaft_loss", "label_smoothing_factor", "predict_with_generate"),
 )
 FLOAT32_BYTES = 4
+LONGEST_REASON = 300  # characters of what a library says when it fails
 
 
 def estimate(
@@ -52,10 +53,10 @@ def estimate(
     Raises:
         Unmodelled: The run takes a path that the simulated loop does not follow, or a package is missing.
     """
-    _refuse_other_loops(run)
+    _refuse_other_loops(run, config)
     missing = [name for name in NEEDED if getattr(software, name) is None]
     if missing:
-        raise Unmodelled(f"a simulation runs the real packages, and these are not installed: {', '.join(missing)}")
+        raise Unmodelled(f"A simulation runs the real packages, and these are not installed: {', '.join(missing)}")
     from llamafactory_preflight.simulate import shallow
     from llamafactory_preflight.simulate.loop import sequence_length
     from llamafactory_preflight.simulate.model import loaded_type
@@ -84,7 +85,7 @@ def estimate(
         card=card,
         host=_host_bytes(run, full, stretches, item=loaded_type(full).itemsize, tokens=tokens, peak=peak.num_bytes),
         tokens=tokens * run.gradient_accumulation_steps,
-        remarks=(f"{depth}; the peak is in {fullest[name]}.", *host_remarks(run)),
+        remarks=(f"{depth}; the peak is in {fullest[name]}.", *_remarks(config), *host_remarks(run)),
     )
 
 
@@ -106,17 +107,26 @@ def _host_bytes(
     )
 
 
+def _remarks(config: Mapping[str, Any]) -> Iterator[str]:
+    if "vision_config" in config:
+        yield "This is for text alone: images add their tokens and the vision tower's activations."
+
+
 def _fullest(stretches: Mapping[str, Peak], phase: str) -> str:
     names = [name for name in stretches if name.split("/")[0] == phase]
     return max(names, key=lambda name: stretches[name].num_bytes, default="")
 
 
-def _refuse_other_loops(run: RunDescription) -> None:
+def _refuse_other_loops(run: RunDescription, config: Mapping[str, Any]) -> None:
     if run.stage not in ("pt", "sft"):
-        raise Unmodelled(f"the simulation does not follow the loop of stage `{run.stage}`")
+        raise Unmodelled(f"The simulation does not follow the loop of stage `{run.stage}`")
     for name in NOT_FOLLOWED:
         if getattr(run, name):
-            raise Unmodelled(f"the simulation does not follow `{name}`")
+            raise Unmodelled(f"The simulation does not follow `{name}`")
+    if run.quantization_bit is not None and run.quantization_method not in ("bnb", "bitsandbytes"):
+        raise Unmodelled(f"The simulation does not follow the kernels of `{run.quantization_method}`")
+    if config.get("quantization_config"):
+        raise Unmodelled("The simulation does not follow weights that come quantized")
 
 
 @contextmanager
@@ -127,7 +137,8 @@ def _anything_else_is_unknown() -> Iterator[None]:
     except Unmodelled:
         raise
     except Exception as error:
-        raise Unmodelled(f"the simulated run fails with {type(error).__name__}: {error}") from error
+        line = words(error)[:LONGEST_REASON]
+        raise Unmodelled(f"The simulated run fails with {type(error).__name__}: {line}") from error
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.storage import Peak
 
@@ -26,11 +27,18 @@ class Depths:
 
 
 def read(config: Mapping[str, Any]) -> Any:
-    """Returns config.json as a transformers config."""
-    from transformers import AutoConfig
+    """Returns config.json as a transformers config.
+
+    Raises:
+        Unmodelled: The installed transformers has no such model.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     values = dict(config)
-    return AutoConfig.for_model(values.pop("model_type"), **values)
+    model_type = values.pop("model_type", None)
+    if model_type not in CONFIG_MAPPING:
+        raise Unmodelled(f"transformers {__version__} has no model type `{model_type}`")
+    return AutoConfig.for_model(model_type, **values)
 
 
 def choose(config: Any, run: RunDescription) -> Depths:
