@@ -3,7 +3,7 @@
 usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS]
 
 CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name,
-"args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve while it runs}.
+"args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve meanwhile}.
 Weights are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
 `cutoff_len` tokens. Each case is a process of its own, forked from one that has imported what takes long, several side
 by side within the card's memory.
@@ -43,7 +43,8 @@ DEFAULTS: dict[str, Any] = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen3_nothink",
     "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4,
     "bf16": True, "learning_rate": 1e-4, "dataloader_num_workers": 0, "preprocessing_num_workers": 1,
-    "overwrite_cache": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False, "disable_tqdm": True,
+    "overwrite_cache": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False,
+    "disable_tqdm": True,
 }  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def optimizer_memory(
         raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
     if run.use_galore or run.use_apollo:
         rank = run.galore_rank if run.use_galore else run.apollo_rank
-        return _low_rank(groups, trained, rank, block)
+        return _low_rank(groups, trained, rank, block, keeps_factor=run.use_galore and trained == FLOAT32)
     if run.use_muon:
         return _muon(groups, block)
     name = run.optim or default_optimizer(software)
@@ -131,11 +131,14 @@ def _adafactor(groups: Sequence[Group], trained: int, block: Callable[[int], int
     return OptimizerMemory(states=tensor_bytes(vectors, dtypes.size(FLOAT32), block), step=copies * block(largest))
 
 
-def _low_rank(groups: Sequence[Group], trained: int, rank: int, block: Callable[[int], int]) -> OptimizerMemory:
+def _low_rank(
+    groups: Sequence[Group], trained: int, rank: int, block: Callable[[int], int], *, keeps_factor: bool
+) -> OptimizerMemory:
     """GaLore and APOLLO: a projection of the short side and two states of the long one for every matrix.
 
     Source: galore_torch/galore_projector.py and adamw.py, apollo_torch; measured alike (held_out_1). Everything else
-    has plain AdamW states. Renewing a projection decomposes one matrix at a time in float32.
+    has plain AdamW states. Renewing a projection decomposes one matrix at a time in float32. GaLore keeps rows of the
+    factor as a view, so that without a cast to 16 bit the whole factor stays (held_out_3).
     """
     itemsize = dtypes.size(trained)
     states = step = 0
@@ -143,7 +146,8 @@ def _low_rank(groups: Sequence[Group], trained: int, rank: int, block: Callable[
         if group.matrix and group.in_layers:
             short, long = sorted((group.width, group.numel // group.width))
             kept = min(rank, short)
-            states += group.count * (block(kept * short * itemsize) + 2 * block(kept * long * itemsize))
+            projection = (short if keeps_factor else kept) * short
+            states += group.count * (block(projection * itemsize) + 2 * block(kept * long * itemsize))
             step = max(step, SVD_COPIES * block(group.numel * dtypes.size(FLOAT32)))
         else:
             states += 2 * group.count * block(group.numel * itemsize)
