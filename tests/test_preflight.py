@@ -125,9 +125,11 @@ def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch:
 @pytest.mark.parametrize(
     ("env", "num_gpus", "expandable"),
     [
-        ({}, 1, False),
-        ({}, 2, True),
-        ({"OPTIM_TORCH": "0"}, 2, False),
+        ({}, 1, True),
+        ({"LLAMAFACTORY_PREFLIGHT": "off"}, 1, False),
+        ({"LLAMAFACTORY_PREFLIGHT": "off"}, 2, True),
+        ({"LLAMAFACTORY_PREFLIGHT": "off", "OPTIM_TORCH": "0"}, 2, False),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, 1, False),
         ({"FORCE_TORCHRUN": "1"}, 1, True),
         ({"FORCE_TORCHRUN": "1", "PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, 1, False),
         ({"PYTORCH_CUDA_ALLOC_CONF": "a:1, expandable_segments: True"}, 1, True),
@@ -137,7 +139,7 @@ def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch:
 def test_the_allocator_is_seen_as_the_training_will_find_it(
     model: str, monkeypatch: pytest.MonkeyPatch, env: dict[str, str], num_gpus: int, expandable: bool
 ) -> None:
-    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OPTIM_TORCH"):
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "OPTIM_TORCH", "LLAMAFACTORY_PREFLIGHT"):
         monkeypatch.delenv(variable, raising=False)
     for variable, value in env.items():
         monkeypatch.setenv(variable, value)

@@ -10,6 +10,7 @@ from llamafactory_preflight import report, verdict
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -162,3 +163,16 @@ def test_exit_codes(word: str, severity: str, code: int) -> None:
 )
 def test_methods(arguments: dict[str, object], method: str, tmp_path: Path) -> None:
     assert report.method(RunDescription(**arguments)) == method
+
+
+def test_remedies_are_lines_to_paste_and_say_what_they_take_and_cost() -> None:
+    smaller = dataclasses.replace(ESTIMATE, peak_allocated_bytes=9 * GIB, phases=dict.fromkeys(PHASES, 9 * GIB))
+    changed = {"enable_liger_kernel": True, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16}
+    remedy = Remedy(set=changed, costs="some speed", estimate=smaller)
+    result = dataclasses.replace(RESULT, remedies=(remedy,))
+    lines = report.text(result).splitlines()
+    line = "    enable_liger_kernel=true per_device_train_batch_size=1 gradient_accumulation_steps=16"
+    assert lines[lines.index(line) + 1] == "      takes 9.00 GiB; costs some speed"
+    assert json.loads(report.as_json(result))["remedies"] == [
+        {"set": changed, "peak_allocated_bytes": 9 * GIB, "costs": "some speed"}
+    ]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, device, host, memory, preflight, report
+from llamafactory_preflight import allocator, arguments, device, host, memory, preflight, report
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 
@@ -28,6 +28,7 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
         UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
     """
     settings = Settings.from_environment()
+    allocator.prefer_expandable_segments(os.environ)  # before anything starts CUDA
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
     file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
     result = preflight.examine(

@@ -5,16 +5,29 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import arguments, findings, host, hub, memory, model_config, paths, simulate, verdict
+from llamafactory_preflight import (
+    allocator,
+    arguments,
+    findings,
+    host,
+    hub,
+    memory,
+    model_config,
+    paths,
+    remedies,
+    simulate,
+    verdict,
+)
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
 from llamafactory_preflight.result import Finding, Result
-from llamafactory_preflight.run import from_arguments
+from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
@@ -107,6 +120,7 @@ def examine(
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
     found: list[Finding] = []
+    proposed: tuple[remedies.Remedy, ...] = ()
     try:
         assert run.model_name_or_path is not None
         model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
@@ -123,6 +137,8 @@ def examine(
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
             estimate = memory.estimate(placed, shape, software=software, card=card)
         answer = judge(estimate, decisive, host_budget_bytes)
+        if decisive is not None and shape is not None and answer.word in ("tight", "will_not_fit"):
+            proposed = _remedies(placed, shape, software, card, decisive)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
@@ -145,6 +161,7 @@ def examine(
         verdict=answer,
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
         resolved=resolved,
+        remedies=proposed,
     )
 
 
@@ -158,15 +175,23 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
 def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:
     """What the estimate asks of the card, and of the allocator as the training process will find it configured."""
     torchrun = num_gpus > 1 or is_enabled(env, "FORCE_TORCHRUN")
-    if "PYTORCH_ALLOC_CONF" in env:  # torch reads it first, and LLaMA-Factory does not touch it
-        allocator = env["PYTORCH_ALLOC_CONF"]
-    elif torchrun and is_enabled({"OPTIM_TORCH": "1", **env}, "OPTIM_TORCH"):
-        allocator = "expandable_segments:True"  # LLaMA-Factory's launcher sets it, for torchrun only
-    else:
-        allocator = env.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    card = memory.Card(expandable_segments="expandable_segments:true" in allocator.lower().replace(" ", ""))
+    hooked = Settings.from_environment(env).mode != "off"
+    card = memory.Card(expandable_segments=allocator.expands(env, torchrun=torchrun, hooked=hooked))
     capability = decisive.compute_capability if decisive else None
     return card if capability is None else replace(card, compute_capability=capability)
+
+
+def _remedies(
+    run: RunDescription, shape: ModelShape, software: Software, card: memory.Card, decisive: Device
+) -> tuple[remedies.Remedy, ...]:
+    """Changes with which the run fits the deciding card for certain."""
+    return remedies.remedies(
+        run,
+        shape.model_type,
+        software=software,
+        predict=partial(memory.estimate, shape=shape, software=software, card=card),
+        fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
+    )
 
 
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:

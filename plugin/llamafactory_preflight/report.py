@@ -9,6 +9,7 @@ from typing import Any
 from llamafactory_preflight import __version__, verdict
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.units import GIB, gib
@@ -29,6 +30,7 @@ def text(result: Result) -> str:
     if result.estimate is not None:
         lines += ["", *_table(result)]
     lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
+    lines += _remedy_lines(result)
     for finding in result.findings:
         lines += _wrapped(f"{MARKS[finding.severity]}: {message(finding)}", indent="  ")
     for sentence in result.resolved:
@@ -73,7 +75,7 @@ def as_json(result: Result) -> str:
         host=host,
         verdict=result.verdict.word,
         reasons=[*result.verdict.reasons, *(estimate.reasons if estimate else ()), *result.resolved],
-        remedies=[],
+        remedies=[_remedy(remedy) for remedy in result.remedies],
         findings=[_finding(finding) for finding in result.findings],
     )
 
@@ -113,6 +115,23 @@ def _object(**values: Any) -> str:
 def _finding(finding: Finding) -> dict[str, Any]:
     chosen = {} if finding.set is None else {"set": dict(finding.set)}
     return {"id": finding.id, "severity": finding.severity, "message": message(finding), **chosen}
+
+
+def _remedy(remedy: Remedy) -> dict[str, Any]:
+    peak = remedy.estimate.peak_allocated_bytes
+    return {"set": dict(remedy.set), "peak_allocated_bytes": peak, "costs": remedy.costs}
+
+
+def _remedy_lines(result: Result) -> list[str]:
+    if not result.remedies:
+        return []
+    several = len(result.remedies) > 1
+    lines = [f"  It fits with {'any one of these' if several else 'this'} added to the command:"]
+    for remedy in result.remedies:
+        largest = max(remedy.estimate.phases.values())
+        lines.append(f"    {remedy.line}")  # one line, to be pasted
+        lines += _wrapped(f"takes {size(largest)}; costs {remedy.costs}", indent="      ")
+    return lines
 
 
 def _run_line(run: RunDescription) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.verdict import Verdict
@@ -48,6 +49,7 @@ class Result:
         host_budget_bytes: Available main memory, or None where it is not known.
         verdict: Of the GPU; of main memory for a run on the CPU.
         findings: Most severe first.
+        remedies: Changes with which the run fits, the least costly first; where it certainly fits, none.
         resolved: One sentence for each path that was found elsewhere than written.
     """
 
@@ -62,6 +64,7 @@ class Result:
     verdict: Verdict
     findings: tuple[Finding, ...]
     resolved: tuple[str, ...]
+    remedies: tuple[Remedy, ...] = ()
 
     @property
     def exit_code(self) -> int:
