@@ -19,6 +19,14 @@ from llamafactory_preflight.simulate.card import CARD
 AUTOTUNE_BUFFER = 256 * 1024**2  # bytes (`get_empty_cache_for_benchmark` of Triton's NVIDIA driver)
 
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def tunes_kernels(run: RunDescription, text: Any) -> bool:
+    """Whether Triton tunes kernels in the first step: those of Liger's fused experts."""
+    return run.enable_liger_kernel and any(getattr(text, name, None) for name in EXPERTS)
+
+
 @contextmanager
 def applied_without_launches(run: RunDescription, config: Any) -> Iterator[None]:
     """Applies Liger as LLaMA-Factory does, for fake tensors, and afterwards takes it off the model's classes.

@@ -17,7 +17,6 @@ from llamafactory_preflight.simulate.storage import StorageTracker
 
 
 PAD_MULTIPLE = 8
-NUM_STEPS = 2  # optimizer states exist from the end of the first step on
 Batch = dict[str, torch.Tensor]
 
 
@@ -104,41 +103,78 @@ def _cut(tracker: StorageTracker, name: str) -> None:
     tracker.stretch("/".join([*tracker.stretches[-1][1].split("/")[:-1], name]))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescription, tracker: StorageTracker) -> None:
-    """Runs `NUM_STEPS` optimizer steps, with as many micro-steps as differ in what is alive."""
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescription, tracker: StorageTracker, *, first: bool
+) -> None:
+    """Runs an optimizer step beside its states, with as many micro-steps as differ in what is alive.
+
+    Args:
+        model: The prepared model.
+        optimizer: Its optimizer.
+        run: The run.
+        tracker: Follows what is allocated.
+        first: Run the first step too, which has no states yet, but tunes kernels; otherwise states are only created.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = torch.ones((), device=CARD) if run.fp16 else None
+    if first:
+        _micro_steps(model, run, tracker, trained, scaler, step=0)
+    else:
+        tracker.stretch("optimizer_step/0")
+        tracker.allocating("gradients")
+        for parameter in trained:
+            parameter.grad = torch.empty_like(parameter)
+    _optimizer_step(model, optimizer, run, tracker, trained, step=0)
+    _micro_steps(model, run, tracker, trained, scaler, step=1)
+    _optimizer_step(model, optimizer, run, tracker, trained, step=1)
+
+
+def _micro_steps(
+    model: nn.Module,
+    run: RunDescription,
+    tracker: StorageTracker,
+    trained: list[nn.Parameter],
+    scaler: torch.Tensor | None,
+    *,
+    step: int,
+) -> None:
+    tracker.stretch(f"forward_backward/{step}/data/data")
+    tracker.allocating("buffers")
+    batches = [make_batch(run, run.per_device_train_batch_size) for _ in range(run.gradient_accumulation_steps)]
+    num_items = torch.zeros((), dtype=torch.int64, device=CARD)
     total = torch.zeros((), device=CARD)
-    for step in range(NUM_STEPS):
-        tracker.stretch(f"forward_backward/{step}/data/data")
-        tracker.allocating("buffers")
-        batches = [make_batch(run, run.per_device_train_batch_size) for _ in range(run.gradient_accumulation_steps)]
-        num_items = torch.zeros((), dtype=torch.int64, device=CARD)
-        tracker.allocating("activations")
-        for micro_step, batch in enumerate(batches):
-            if (
-                micro_step > step
-            ):  # the first step only has to create states, and from the second micro-step all are alike
-                break
-            name = f"forward_backward/{step}.{micro_step}"
-            tracker.stretch(f"{name}/forward/embedding")
-            loss = model(**batch, num_items_in_batch=num_items)["loss"]
-            tracker.stretch(f"{name}/backward/head")
-            # Not `Tensor.backward`, which is itself seen by CudaAutocast and would run without it.
-            torch.autograd.backward(loss if scaler is None else loss * scaler)
-            total += loss.detach()
-            del loss  # and with it the graph, as when `Trainer.training_step` returns
-            tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
-        tracker.stretch(f"optimizer_step/{step}")
-        tracker.allocating("buffers")
-        if run.max_grad_norm > 0:
-            torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
-        optimizer.step()
-        states = (value for state in optimizer.state.values() for value in state.values())
-        tracker.belongs((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
-        tracker.allocating("activations")
-        model.zero_grad()
-        tracker.stretch("save/save/save/save")
+    tracker.allocating("activations")
+    for micro_step, batch in enumerate(batches[: step + 1]):  # from the second micro-step on all are alike
+        name = f"forward_backward/{step}.{micro_step}"
+        tracker.stretch(f"{name}/forward/embedding")
+        loss = model(**batch, num_items_in_batch=num_items)["loss"]
+        tracker.stretch(f"{name}/backward/head")
+        # Not `Tensor.backward`, which is itself seen by CudaAutocast and would run without it.
+        torch.autograd.backward(loss if scaler is None else loss * scaler)
+        total += loss.detach()
+        del loss  # and with it the graph, as when `Trainer.training_step` returns
+        tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
+
+
+def _optimizer_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: RunDescription,
+    tracker: StorageTracker,
+    trained: list[nn.Parameter],
+    *,
+    step: int,
+) -> None:
+    tracker.stretch(f"optimizer_step/{step}")
+    tracker.allocating("buffers")
+    if run.max_grad_norm > 0:
+        torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
+    optimizer.step()
+    states = (value for state in optimizer.state.values() for value in state.values())
+    tracker.belongs((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
+    tracker.allocating("activations")
+    model.zero_grad()
+    tracker.stretch("save/save/save/save")
 
 
 def evaluate(model: nn.Module, run: RunDescription, tracker: StorageTracker) -> None:

@@ -18,7 +18,7 @@ from llamafactory_preflight.simulate.storage import StorageTracker
 
 
 def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> StorageTracker:
-    """Simulates loading, two optimizer steps and an evaluation batch.
+    """Simulates loading, optimizer steps and an evaluation batch.
 
     Args:
         run: The run.
@@ -63,7 +63,7 @@ def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> Storage
         steps = optimizer.build(network, run)
         layers = model.decoder_layers(network, text.num_hidden_layers)
         stack.enter_context(loop.watched_layers(layers, tracker, ends=ends))
-        loop.train(network, steps, run, tracker)
+        loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text))
         if evaluates(run):
             loop.evaluate(network, run, tracker)
         tracker.stretch("end/end")
