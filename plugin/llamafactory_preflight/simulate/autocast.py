@@ -59,6 +59,8 @@ class CudaAutocast(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _T.to and len(args) > 1:
             args, kwargs = spelled_out(args, kwargs)
+        if func is F.softmax and _is_fused_softmax(*args, **kwargs):
+            return torch._softmax(args[0], kwargs["dim"] if "dim" in kwargs else args[1], True)
         if torch.is_autocast_enabled("cuda") and not kwargs.keys() & NOT_CAST:
             if func in LOWER_PRECISION:
                 args, kwargs = self._cast(args, kwargs, torch.get_autocast_dtype("cuda"))
@@ -89,6 +91,15 @@ class CudaAutocast(TorchFunctionMode):
     def clear_cache(self) -> None:
         """Stands in for `torch.clear_autocast_cache`, which PyTorch calls when the outermost context is left."""
         self._cache.clear()
+
+
+def _is_fused_softmax(
+    tensor: torch.Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None
+) -> bool:
+    """From float16 to float32 the CUDA kernel needs no copy (`half_to_float`); bfloat16 is converted first."""
+    if dtype is None and torch.is_autocast_enabled("cuda"):
+        dtype = torch.float32
+    return dim is not None and (tensor.device.type, tensor.dtype, dtype) == ("cuda", torch.float16, torch.float32)
 
 
 def _dtypes(*trees: Any) -> set[torch.dtype]:
