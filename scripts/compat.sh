@@ -40,7 +40,7 @@ layer() {
   chmod +x "$1/bin/torchrun"
 }
 
-prepare_environment "[test,liger]"
+prepare_environment "[test]"
 [ $# -gt 0 ] || set -- 0.9.4 0.9.5
 failed=()
 for version in "$@"; do

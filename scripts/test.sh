@@ -4,6 +4,6 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
-prepare_environment "[test,liger]"
+prepare_environment "[test]"
 say "pytest${*:+ $*}"
 exec "$VENV/bin/python" -m pytest "$@"

@@ -123,7 +123,7 @@ def test_what_is_installed_is_not_installed_again(run: Any, tmp_path: Path) -> N
     framework, project = installed(ROOT / "scripts/quickstart.sh")
     assert "llamafactory==0.9.5" in framework and project == f"-e {ROOT}"
     assert installed(ROOT / "scripts/quickstart.sh") == []
-    assert installed(ROOT / "scripts/test.sh") == [f"-e {ROOT}[test,liger]"]
+    assert installed(ROOT / "scripts/test.sh") == [f"-e {ROOT}[test]"]
     assert installed(ROOT / "scripts/test.sh") == []
     assert installed(other / "scripts/test.sh") == [f"-e {other}"]
     assert installed(ROOT / "scripts/test.sh") == [f"-e {ROOT}"], "the tests would run another tree's code"

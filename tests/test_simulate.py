@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,8 +36,6 @@ QWEN3_06B = {
 LORA = RunDescription(
     do_train=True, bf16=True, per_device_train_batch_size=4, gradient_accumulation_steps=2, cutoff_len=2048
 )
-needs_liger = pytest.mark.skipif(not importlib.util.find_spec("liger_kernel"), reason="needs liger-kernel")
-needs_bitsandbytes = pytest.mark.skipif(not importlib.util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
 
 
 def simulate(config: Mapping[str, Any] = QWEN3_06B, *, card: Card = HOPPER, **changes: Any) -> MemoryEstimate:
@@ -50,14 +47,12 @@ def simulate(config: Mapping[str, Any] = QWEN3_06B, *, card: Card = HOPPER, **ch
     ("changes", "measured_gib"),
     [
         pytest.param({}, 15.6284, id="lora"),
-        pytest.param({"enable_liger_kernel": True}, 2.3145, id="lora, liger", marks=needs_liger),
-        pytest.param(
-            {"enable_liger_kernel": True, "use_unsloth_gc": True}, 1.9082, id="inputs on the host", marks=needs_liger
-        ),
+        pytest.param({"enable_liger_kernel": True}, 2.3145, id="lora, liger"),
+        pytest.param({"enable_liger_kernel": True, "use_unsloth_gc": True}, 1.9082, id="inputs on the host"),
         pytest.param({"cutoff_len": 1024, "disable_gradient_checkpointing": True}, 15.8994, id="no checkpointing"),
         pytest.param({"cutoff_len": 1024, "bf16": False, "fp16": True}, 8.9390, id="fp16"),
         pytest.param({"cutoff_len": 1024, "flash_attn": "disabled"}, 8.4461, id="eager attention"),
-        pytest.param({"cutoff_len": 1024, "quantization_bit": 4}, 7.8300, id="4 bit", marks=needs_bitsandbytes),
+        pytest.param({"cutoff_len": 1024, "quantization_bit": 4}, 7.8300, id="4 bit"),
         pytest.param(
             {"finetuning_type": "full", "per_device_train_batch_size": 1}, 13.2032, id="full, float32 masters"
         ),
@@ -87,14 +82,12 @@ def test_two_shallow_models_say_what_the_whole_model_says() -> None:
     assert extrapolated.phases["forward_backward"] == fullest
 
 
-@needs_liger
 def test_liger_is_taken_off_again() -> None:
     before = simulate(cutoff_len=256).peak_allocated_bytes
     assert simulate(cutoff_len=256, enable_liger_kernel=True).peak_allocated_bytes < before
     assert simulate(cutoff_len=256).peak_allocated_bytes == before
 
 
-@needs_liger
 def test_liger_does_not_spare_the_logits_of_an_evaluation() -> None:
     phases = simulate(
         enable_liger_kernel=True, val_size=0.1, eval_strategy="steps", per_device_eval_batch_size=4
