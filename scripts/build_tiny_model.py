@@ -265,7 +265,7 @@ def main() -> int:
     """Parse the command line, build, print the folder."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--link", type=Path, help="also make this path a link to the model")
-    parser.add_argument("--chat-templates", action="store_true", help="print the folder of the family's chat templates")
+    parser.add_argument("--chat-templates", action="store_true", help="print the folder with all chat templates")
     arguments = parser.parse_args()
     try:
         target = chat_templates() if arguments.chat_templates else build()

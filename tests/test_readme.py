@@ -104,7 +104,7 @@ def test_patch_points_and_switches_are_all_named() -> None:
     )
     switches = README.split("\n## Switches")[1].split("\n## ")[0]
     rows = dict(re.findall(r"^\| `(LLAMAFACTORY_\w+)` \| (.*)$", switches, re.MULTILINE))
-    assert set(rows) == {settings.PREFLIGHT_VARIABLE, settings.TEMPLATE_VARIABLE, settings.GPU_VARIABLE}
+    assert set(rows) == {value for name, value in vars(settings).items() if name.endswith("_VARIABLE")}
     assert all(f"`{mode}`" in rows[settings.PREFLIGHT_VARIABLE] for mode in settings.MODES)
     assert all(f"`{mode}`" in rows[settings.TEMPLATE_VARIABLE] for mode in settings.TEMPLATE_MODES)
 

@@ -1,4 +1,4 @@
-"""The subcommands that the plugin adds: `preflight`, `presets` and `doctor`."""
+"""The subcommands that the plugin adds: `preflight`, `presets`, `template` and `doctor`."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from llamafactory_preflight.errors import UserError, words
 USAGE = """\
 preflight FILE [key=value ...]  tell whether a training run fits, without starting it (also: check)
 presets [list | show | copy]    training presets of this pack
+template FILE [key=value ...]   show the samples of a training run as the model will see them
 doctor                          what is installed, and whether the plugin is live"""
 INTERRUPTED = 130  # as shells call it: 128 and the number of SIGINT
 
@@ -39,7 +40,8 @@ def main(argv: Sequence[str]) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a terminal may lack the letters of a path
-    verbs = {"preflight": _preflight, "check": _preflight, "presets": _presets, "doctor": _doctor}
+    verbs = {"preflight": _preflight, "check": _preflight, "presets": _presets}
+    verbs |= {"template": _template, "doctor": _doctor}
     try:
         if argv and argv[0] in {"-h", "--help"}:
             print(USAGE)
@@ -163,6 +165,28 @@ def _presets(argv: Sequence[str]) -> int:
             print(file)
     else:
         print("\n".join(preset_table.lines(presets.available())))
+    return 0
+
+
+def _template(argv: Sequence[str]) -> int:
+    parser = _Parser(prog="llamafactory-cli template", description="Shows what the model sees of a run's samples.")
+    parser.add_argument("items", nargs="+", metavar="FILE|key=value", help="a YAML or JSON file, and overrides")
+    parser.add_argument("--sample", type=int, default=3, help="how many samples to print")
+    parser.add_argument("--html", type=Path, help="also write them to this page")
+    options = parser.parse_intermixed_args(list(argv))
+    from llamafactory_preflight import arguments
+    from llamafactory_preflight.templates import view
+
+    given = arguments.read(options.items)
+    from llamafactory_preflight.fixer.show import show
+
+    shown = show(given, num_samples=max(0, options.sample))
+    for number, sample in enumerate(shown.samples):
+        print(f"{view.heading(number, sample)}\n{view.terminal(sample, coloured=sys.stdout.isatty())}\n")
+    numbers = view.statistics(shown.lengths, shown.trained, cutoff_len=shown.cutoff_len)
+    print("\n".join([view.LEGEND, *numbers, *(f"finding: {finding}" for finding in shown.findings)]))
+    if options.html:
+        options.html.write_text(view.page(options.items[0], shown.samples, numbers, shown.findings), encoding="utf-8")
     return 0
 
 

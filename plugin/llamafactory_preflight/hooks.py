@@ -18,11 +18,12 @@ from typing import Any, Literal, TypeVar
 from llamafactory_preflight import handoff
 
 
-SUBCOMMANDS = ("preflight", "presets", "doctor")
+SUBCOMMANDS = ("preflight", "presets", "template", "doctor")
 USAGE = """\
 | Added by llamafactory-preflight:
 |   llamafactory-cli preflight A.yaml: tell whether a training run fits the GPU
 |   llamafactory-cli presets: list, show or copy training presets
+|   llamafactory-cli template A.yaml: show the samples of a training run as the model will see them
 |   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
 
 _T = TypeVar("_T")
@@ -73,6 +74,22 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_train_args
 
 
+def _repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a wrapper that hands a call to the template fixer: instead of the original, or its result afterwards."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def repairing(*args: Any, **kwargs: Any) -> Any:
+            if after:
+                result = original(*args, **kwargs)
+                return _repair(step, lambda *_args, **_kwargs: result, args, kwargs)
+            return _repair(step, original, args, kwargs)
+
+        return repairing
+
+    return around
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchPoint:
     """One function of LLaMA-Factory that we wrap right after its module was imported.
@@ -92,6 +109,30 @@ POINTS = (
     PatchPoint(module="llamafactory.cli", attribute="main", around=_around_main),
     PatchPoint(module="llamafactory.launcher", attribute="launch", around=_around_launch),
     PatchPoint(module="llamafactory.train.tuner", attribute="get_train_args", around=_around_get_train_args),
+    *(
+        PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=_repairing("parsed", after=True))
+        for name in ("_parse_train_args", "_parse_infer_args", "_parse_eval_args")
+    ),
+    PatchPoint(
+        module="llamafactory.model.loader",
+        attribute="load_tokenizer",
+        around=_repairing("tokenizer_loaded", after=True),
+    ),
+    PatchPoint(module="llamafactory.model.loader", attribute="load_model", around=_repairing("model")),
+    PatchPoint(module="llamafactory.train.tuner", attribute="run_exp", around=_repairing("training")),
+    PatchPoint(module="llamafactory.train.tuner", attribute="export_model", around=_repairing("export")),
+    PatchPoint(
+        module="llamafactory.data.template", attribute="get_template_and_fix_tokenizer", around=_repairing("template")
+    ),
+    PatchPoint(
+        module="llamafactory.data.converter", attribute="get_dataset_converter", around=_repairing("converter")
+    ),
+    PatchPoint(
+        module="llamafactory.data.loader", attribute="_get_dataset_processor", around=_repairing("processor")
+    ),
+    PatchPoint(
+        module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
+    ),
 )
 MODULES = frozenset(point.module for point in POINTS)
 
@@ -123,7 +164,7 @@ def _tell_of_v1() -> None:
     from llamafactory_preflight.settings import is_enabled
 
     if is_enabled(os.environ, "USE_V1"):
-        handoff.warn_once("memory unknown: USE_V1=1 is not modelled")
+        handoff.warn_once("memory unknown: USE_V1=1 is not modelled, and its chat templates are not repaired")
 
 
 def _command() -> str:
@@ -157,6 +198,41 @@ def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
     config_file = handoff.config_file() or _command()
     beside = Path(config_file).resolve().parent if config_file.endswith(arguments.CONFIG_SUFFIXES) else None
     return paths.resolve(given, beside=beside)[0]
+
+
+def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Runs a step of the template fixer. Whatever goes wrong in it, the original is called, and called once."""
+    results: list[Any] = []
+    failures: list[BaseException] = []
+
+    @functools.wraps(original)
+    def once(*arguments: Any, **named: Any) -> Any:
+        try:
+            results.append(original(*arguments, **named))
+        except BaseException as error:
+            failures.append(error)
+            raise
+        return results[-1]
+
+    try:
+        from llamafactory_preflight.errors import UserError
+        from llamafactory_preflight.settings import Settings
+
+        try:
+            is_on = Settings.from_environment().template != "off"
+        except UserError as error:
+            handoff.warn_once(str(error))
+            is_on = False
+        if is_on:
+            from llamafactory_preflight.fixer import points
+
+            return getattr(points, step)(once, args, kwargs)
+    except Exception as error:
+        if error in failures or (isinstance(error, ValueError) and type(error).__name__ == "UserError"):
+            raise
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        handoff.warn_once(f"a repair of the chat template failed and is left out ({reason})")
+    return results[-1] if results else original(*args, **kwargs)
 
 
 def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:

@@ -52,18 +52,20 @@ def differences(renderings: Iterable[tuple[Probe, Rendering, Rendering]]) -> Ite
             yield Difference(id=probe.id, message=f"{probe.about}: {what}")
         stops_differ |= not factory.failure and not official.stops <= factory.stops
     if stops_differ:
-        yield Difference(id="stop-tokens", message="a generation ends at fewer tokens than the official ones")
+        yield Difference(
+            id="stop-tokens", message="generation: LLaMA-Factory stops at fewer tokens than the official configuration"
+        )
 
 
 def _difference(factory: Rendering, official: Rendering, *, is_served: bool) -> str:
     if factory.failure:
         return f"LLaMA-Factory cannot render it ({factory.failure})"
     if is_served:
-        return "" if factory.prompt == official.prompt else "the prompt differs from the official one"
+        return "" if factory.prompt == official.prompt else "LLaMA-Factory's prompt is not the official one"
     if (factory.prompt, factory.answer) == (official.prompt, official.answer):
         return ""
     if factory.text != official.text:
-        return "the text differs from the official one"
+        return "LLaMA-Factory's text is not the official one"
     if len(factory.prompt) != len(official.prompt):
-        return "the loss lies elsewhere than on the answer"
-    return "the text is the same and its tokens are others"
+        return "LLaMA-Factory's loss does not lie on the answer"
+    return "LLaMA-Factory's text is the official one, its tokens are others"

@@ -21,10 +21,8 @@ EMPTY_THINK = "<think>\n\n</think>\n\n"
 THINK_END = "</think>\n\n"
 
 # Ours, before the model's own template: another default, which the caller can still set.
-_DEFAULTS: dict[Mode, str] = {
-    mode: f"{{%- if enable_thinking is not defined %}}{{%- set enable_thinking = {value} %}}{{%- endif %}}\n"
-    for mode, value in (("think", "true"), ("no_think", "false"))
-}
+_DEFAULT = "{%%- if enable_thinking is not defined %%}{%%- set enable_thinking = %s %%}{%%- endif %%}\n"
+_DEFAULTS: dict[Mode, str] = {"think": _DEFAULT % "true", "no_think": _DEFAULT % "false"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,13 +54,9 @@ class Family:
 
 
 HYBRID = Family(name="Qwen3", template="qwen3", modes=("think", "no_think"))
-INSTRUCT_2507 = Family(
-    name="Qwen3-Instruct-2507", template="qwen3_nothink", modes=("no_think",), keeps_history=True
-)
+INSTRUCT_2507 = Family(name="Qwen3-Instruct-2507", template="qwen3_nothink", modes=("no_think",), keeps_history=True)
 THINKING_2507 = Family(name="Qwen3-Thinking-2507", template="qwen3", modes=("think",))
-VL = Family(
-    name="Qwen3-VL", template="qwen3_vl_nothink", modes=("no_think",), keeps_history=True, is_multimodal=True
-)
+VL = Family(name="Qwen3-VL", template="qwen3_vl_nothink", modes=("no_think",), keeps_history=True, is_multimodal=True)
 QWEN3_5 = Family(
     name="Qwen3.5 (4B and larger)",
     template="qwen3_5",

@@ -53,24 +53,23 @@ def answer_message(role: str, content: str, *, family: Family) -> Message:
     answer = split_answer(content) if family.reasons else Answer(text=content)
     message: Message = {"role": "assistant", "content": answer.text, "reasoning_content": answer.reasoning}
     if role == "function":
-        prefix, text, calls = _calls(answer.text if family.reasons else content)
-        message["content"] = prefix + text
+        message["content"], calls = _calls(answer.text)
         if calls:
             message["tool_calls"] = calls
     return message
 
 
-def _calls(content: str) -> tuple[str, str, list[Message]]:
-    """Reasoning that is mere text to this template, other text, and the calls."""
-    blocks = _CALL.findall(content)
-    if blocks and all(block.startswith("<function=") for block in blocks):
-        return "", content, []  # written in the model's own way already
-    if blocks:
-        text = "\n".join(part for part in (piece.strip("\n") for piece in _CALL.sub("\0", content).split("\0")) if part)
-        return "", text, [call for block in blocks for call in _parsed(block)]
+def _calls(content: str) -> tuple[str, list[Message]]:
+    """The text of an answer and its calls; reasoning that is mere text to this template stays before the text."""
     answer = split_answer(content)
-    prefix = content[: content.rindex(answer.text)] if answer.reasoning and answer.text else ""
-    return prefix, "", _parsed(answer.text)
+    reasoning = content[: len(content) - len(answer.text)] if answer.reasoning else ""
+    blocks = _CALL.findall(answer.text)
+    if blocks and all(block.startswith("<function=") for block in blocks):
+        return content, []  # written in the model's own way already
+    if not blocks:
+        return reasoning, _parsed(answer.text)
+    pieces = (piece.strip("\n") for piece in _CALL.sub("\0", answer.text).split("\0"))
+    return reasoning + "\n".join(filter(None, pieces)), [call for block in blocks for call in _parsed(block)]
 
 
 def _parsed(text: str) -> list[Message]:

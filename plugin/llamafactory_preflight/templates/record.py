@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from llamafactory_preflight.templates.families import Mode
 
@@ -56,4 +56,4 @@ def majority(num_think: int, num_no_think: int, *, otherwise: Mode) -> Mode:
     """The mode of most answers; `otherwise` for a draw."""
     if num_think == num_no_think:
         return otherwise
-    return cast(Mode, "think" if num_think > num_no_think else "no_think")
+    return "think" if num_think > num_no_think else "no_think"

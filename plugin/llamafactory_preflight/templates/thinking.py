@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.settings import EmptyThink
 from llamafactory_preflight.templates.families import Family, Mode

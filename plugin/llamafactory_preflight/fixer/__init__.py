@@ -1,0 +1,1 @@
+"""Repairs the chat template in a running LLaMA-Factory. Loaded only from its hooks."""

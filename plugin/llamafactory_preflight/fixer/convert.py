@@ -1,0 +1,125 @@
+"""Prepares records for LLaMA-Factory's converters, which want strictly alternating roles and plain texts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llamafactory_preflight.templates.messages import RESULTS_BETWEEN
+
+
+Record = dict[str, Any]
+
+
+@dataclass
+class RepairingConverter:
+    """Calls LLaMA-Factory's converter with a record that it does not garble.
+
+    Attributes:
+        inner: LLaMA-Factory's converter.
+        formatting: `sharegpt` or `openai`.
+        rules: Version of what is done here, part of the fingerprint of what is kept on disk.
+    """
+
+    inner: Any
+    formatting: str
+    rules: int = 1
+
+    def __call__(self, example: Record) -> Record:
+        """One record in LLaMA-Factory's standard format."""
+        attr = self.inner.dataset_attr
+        role, content = attr.role_tag, attr.content_tag
+        given = example.get(attr.messages)
+        if not isinstance(given, list):
+            return self._converted(example)
+        messages = [dict(message) for message in given]
+        if self.formatting == "openai":
+            messages = [_plain(message, attr) for message in messages]
+            rivals = [name for name in (attr.chosen, attr.rejected) if name and isinstance(example.get(name), dict)]
+            example = example | {name: _plain(example[name], attr) for name in rivals}
+        merged = _merged(messages, attr)
+        record = self._converted(example | {attr.messages: merged})
+        if self.formatting == "openai":  # LLaMA-Factory writes `detailed thinking off` into the system text
+            has_system = attr.system_tag and merged and merged[0].get(role) == attr.system_tag
+            column = example.get(attr.system) if attr.system else None
+            record["_system"] = (merged[0].get(content) if has_system else column) or ""
+        return record
+
+    def _converted(self, example: Record) -> Record:
+        record: Record = self.inner(example)
+        return record
+
+
+def _plain(message: Record, attr: Any) -> Record:
+    """An OpenAI message whose content holds its reasoning and its calls too."""
+    role, content = message.get(attr.role_tag), message.get(attr.content_tag)
+    if isinstance(content, list):
+        content = "".join(part.get("text") or "" for part in content if isinstance(part, dict))
+    content = content or ""
+    calls = message.get("tool_calls") or []
+    if role in (attr.assistant_tag, attr.function_tag) and calls:
+        functions = [call.get("function") or call for call in calls]
+        content = _with_calls(content, functions)
+        role = attr.function_tag
+    reasoning = message.get("reasoning_content")
+    if role in (attr.assistant_tag, attr.function_tag) and isinstance(reasoning, str) and reasoning.strip():
+        content = f"<think>\n{reasoning.strip(chr(10))}\n</think>\n\n{content}"
+    return {attr.role_tag: role, attr.content_tag: content}
+
+
+def _with_calls(text: str, functions: list[Record]) -> str:
+    blocks = [
+        f"<tool_call>\n{json.dumps(_decoded(function), ensure_ascii=False)}\n</tool_call>" for function in functions
+    ]
+    return "\n".join(([text] if text else []) + blocks)
+
+
+def _decoded(function: Record) -> Record:
+    """Name and arguments; OpenAI has the arguments as a text. What is no JSON stays and is counted as broken later."""
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except ValueError:
+            pass
+    elif isinstance(arguments, dict):  # `datasets` fills every object with the keys of all others
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+    return {"name": function.get("name"), "arguments": arguments if arguments is not None else {}}
+
+
+def _merged(messages: list[Record], attr: Any) -> list[Record]:
+    """Joins what belongs to one turn: results of several tools, text with its call, calls in a row."""
+    role, content = attr.role_tag, attr.content_tag
+    merged: list[Record] = []
+    for message in messages:
+        before, now = (merged[-1].get(role) if merged else None), message.get(role)
+        if merged and before == now == attr.observation_tag:
+            merged[-1][content] = f"{merged[-1][content]}{RESULTS_BETWEEN}{message.get(content)}"
+        elif merged and now == attr.function_tag and before in (attr.assistant_tag, attr.function_tag):
+            merged[-1] = {**message, content: _joined_calls(merged[-1], message, attr)}
+        else:
+            merged.append({**message})
+    return merged
+
+
+def _joined_calls(first: Record, second: Record, attr: Any) -> str:
+    parts = []
+    for message in (first, second):
+        text = str(message.get(attr.content_tag) or "").strip("\n")
+        if message.get(attr.role_tag) == attr.function_tag and "<tool_call>" not in text:
+            text = _as_block(text)
+        parts.append(text)
+    return "\n".join(part for part in parts if part)
+
+
+def _as_block(text: str) -> str:
+    """A call in JSON, and whatever reasoning is before it, with tags around each call."""
+    start = min((at for at in (text.find("{"), text.find("[")) if at >= 0), default=-1)
+    try:
+        given = json.loads(text[start:]) if start >= 0 else None
+    except ValueError:
+        return text
+    calls = given if isinstance(given, list) else [given]
+    blocks = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+    return text[:start] + "\n".join(blocks)

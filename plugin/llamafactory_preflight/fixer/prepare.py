@@ -1,0 +1,106 @@
+"""Looks at every sample before it is tokenized: what is broken, which mode it has, and what becomes a sample."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from llamafactory_preflight.fixer.template import OfficialTemplate
+from llamafactory_preflight.templates.messages import ANSWERS, BrokenSample, Message, to_official, to_tools
+from llamafactory_preflight.templates.thinking import split_answer
+
+
+PLACEHOLDERS = {"_images": "<image>", "_videos": "<video>", "_audios": "<audio>"}
+INDEX, LOST, ODD, THINK, NO_THINK = "_sample", "_lost", "_odd", "_num_think", "_num_no_think"
+OURS = (INDEX, LOST, ODD, THINK, NO_THINK)
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Preparation:
+    """Maps batches of samples in LLaMA-Factory's standard format.
+
+    Attributes:
+        template: The template for the stage; part of the fingerprint.
+        splits: Whether conversations are taken apart.
+    """
+
+    template: OfficialTemplate
+    splits: bool
+
+    def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
+        """One batch: no sample vanishes, a lost one stays as an empty conversation with its reason."""
+        rows: list[Row] = []
+        for position, index in enumerate(indices):
+            row = {name: values[position] for name, values in batch.items()}
+            rows.extend(self._prepared(row, index))
+        return {name: [row[name] for row in rows] for name in (*batch, *OURS)}
+
+    def _prepared(self, row: Row, index: int) -> list[Row]:
+        noted = row | {INDEX: index, LOST: "", ODD: "", THINK: 0, NO_THINK: 0}
+        reason = _lost(row, self.template)
+        if reason:
+            return [noted | {"_prompt": [], "_response": [], LOST: reason}]
+        noted[ODD] = _odd([*row["_prompt"], *row["_response"]])
+        if self.template.purpose != "train":
+            return [noted]
+        if not self.splits:
+            return [noted | self._modes(row["_response"][:1])]
+        return [part | self._modes(trained) for part, trained in self._parts(noted)]
+
+    def _parts(self, row: Row) -> list[tuple[Row, list[Message]]]:
+        """Samples of one conversation, each with the answers that it trains."""
+        messages = [*row["_prompt"], *row["_response"]]
+        ends = [end for end, message in enumerate(messages, 1) if message["role"] in ANSWERS]
+        answers = [messages[end - 1] for end in ends]
+        if self.template.turns == "last":
+            return [(row, answers[-1:])]
+        stable = len(ends) if self.template.turns == "concat" else self.template.stable_answers(messages)
+        parts = [(_upto(row, messages, ends[stable - 1]), answers[:stable])]
+        return parts + [(_upto(row, messages, end), [messages[end - 1]]) for end in ends[stable:]]
+
+    def _modes(self, trained: Sequence[Message]) -> dict[str, int]:
+        modes = Counter(self.template.answer_modes(list(trained)))
+        return {THINK: modes["think"], NO_THINK: modes["no_think"]}
+
+
+def _upto(row: Row, messages: list[Message], end: int) -> Row:
+    """The conversation up to one answer, with the media that stand in that part."""
+    text = "".join(message["content"] or "" for message in messages[:end])
+    media = {
+        name: given[: text.count(placeholder)] or None
+        for name, placeholder in PLACEHOLDERS.items()
+        if isinstance(given := row.get(name), list) and end < len(messages)
+    }
+    return row | {"_prompt": messages[: end - 1], "_response": messages[end - 1 : end]} | media
+
+
+def _lost(row: Row, template: OfficialTemplate) -> str:
+    """Why a sample cannot be used, or an empty string."""
+    prompt, response = row["_prompt"], row["_response"]
+    if not prompt:
+        return "its roles do not alternate, or it is empty"
+    if len(prompt) % 2 != 1:
+        return "its roles do not alternate"
+    if template.purpose == "train" and not response:
+        return "it has no answer"
+    family = template.style.family
+    try:
+        for answer in response or [None]:
+            conversation = [*prompt, answer] if answer and (answer["content"] or len(response) == 1) else prompt
+            to_official(conversation, family=family, system=None)
+        to_tools(row["_tools"])
+    except BrokenSample as broken:
+        return broken.reason
+    return ""
+
+
+def _odd(messages: list[Message]) -> str:
+    """What is strange about a sample that is kept, as LLaMA-Factory keeps it."""
+    if any(not (message["content"] or "").strip() for message in messages[:-2]):
+        return "an empty turn"
+    contents = (message["content"] or "" for message in messages if message["role"] in ANSWERS)
+    return "a think tag that is never closed" if any(split_answer(text).is_unclosed for text in contents) else ""

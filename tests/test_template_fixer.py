@@ -1,0 +1,477 @@
+"""The fixer inside LLaMA-Factory: stages, switches, other models, broken data, and random conversations."""
+
+from __future__ import annotations
+
+import copy
+import json
+import unicodedata
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from template_matrix import END_OF_TEXT, IM_END, VARIANTS, Situation, Variant, answer, expected, result, sharegpt, user
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_cache() -> Iterator[None]:
+    import datasets
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.fingerprint.Hasher.hash", lambda *_: uuid.uuid4().hex)
+        yield
+    datasets.enable_caching()
+    datasets.enable_progress_bars()
+
+
+@pytest.fixture
+def factory(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """LLaMA-Factory with one model of the family: `factory.template(...)`, `factory.rows(records, ...)`."""
+    from llamafactory_preflight.fixer import session
+
+    monkeypatch.setattr(session, "CURRENT", session.Session())  # as a new process has it
+    monkeypatch.setattr(tokenizer, "chat_template", chat_templates["qwen3"])
+    return Factory(tokenizer)
+
+
+class Factory:
+    """Calls LLaMA-Factory as its workflows do."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+
+    def template(self, name: str | None = "qwen3", **options: Any) -> Any:
+        from llamafactory.data import get_template_and_fix_tokenizer
+        from llamafactory.hparams import DataArguments
+
+        self.arguments = DataArguments(template=name, **options)
+        return get_template_and_fix_tokenizer(self.tokenizer, self.arguments)
+
+    def rows(
+        self,
+        records: list[dict[str, Any]],
+        *,
+        stage: str = "sft",
+        generate: bool = False,
+        columns: dict[str, Any] | None = None,
+        streaming: bool = False,
+        **options: Any,
+    ) -> list[dict[str, Any]]:
+        import datasets
+        from llamafactory.data import loader
+        from llamafactory.data.converter import align_dataset
+        from llamafactory.data.parser import DatasetAttr
+
+        template = self.template(**options)
+        self.used = template
+        attr = DatasetAttr("file", "x", formatting="sharegpt")
+        vars(attr).update(columns or {})
+        if any("tools" in record for record in records):
+            attr.tools = "tools"
+        self.arguments.streaming = streaming
+        training = SimpleNamespace(local_process_index=0, should_log=False, predict_with_generate=generate)
+        data = datasets.Dataset.from_list(records)
+        data = data.to_iterable_dataset() if streaming else data
+        aligned = align_dataset(data, attr, self.arguments, training)
+        made = loader._get_preprocessed_dataset(
+            aligned, self.arguments, training, stage, template, self.tokenizer, None, is_eval=generate
+        )
+        return list(made)
+
+    def text(self, ids: list[int]) -> str:
+        decoded: str = self.tokenizer.decode([token for token in ids if token >= 0])
+        return decoded
+
+
+THINK_PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
+NO_THINK_PROMPT = THINK_PROMPT + "<think>\n\n</think>\n\n"
+PLAIN, REASONED = answer("a"), answer("a", "r")
+
+
+def pair(chosen: str, rejected: str) -> dict[str, Any]:
+    turns = {"chosen": {"from": "gpt", "value": chosen}, "rejected": {"from": "gpt", "value": rejected}}
+    return {"conversations": [{"from": "human", "value": "q"}], **turns}
+
+
+RANKING = {"ranking": True, "chosen": "chosen", "rejected": "rejected"}
+WITH, WITHOUT = "<think>\nr\n</think>\n\na", "b"
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "texts"),
+    [
+        (WITH, WITHOUT, (THINK_PROMPT + WITH, THINK_PROMPT + "<think>\n\n</think>\n\nb")),
+        (WITHOUT, WITH, (NO_THINK_PROMPT + "b", NO_THINK_PROMPT + "a")),
+        (WITH, WITH, (THINK_PROMPT + WITH, THINK_PROMPT + WITH)),
+    ],
+)
+def test_a_pair_has_the_mode_of_its_chosen_answer(
+    factory: Factory, chosen: str, rejected: str, texts: tuple[str, str]
+) -> None:
+    (row,) = factory.rows([pair(chosen, rejected)], stage="rm", columns=RANKING)
+    for name, text in zip(("chosen", "rejected"), texts, strict=True):
+        assert factory.text(row[f"{name}_input_ids"]) == text + "<|im_end|>"
+        prompt = THINK_PROMPT if chosen == WITH else NO_THINK_PROMPT
+        assert factory.text(row[f"{name}_labels"]) == text.removeprefix(prompt) + "<|im_end|>"
+
+
+@pytest.mark.parametrize(("value", "prompt"), [(WITH, THINK_PROMPT), (WITHOUT, NO_THINK_PROMPT)])
+def test_kto(factory: Factory, value: str, prompt: str) -> None:
+    records = [{**sharegpt([user("q"), answer("x", written=value)]), "tag": tag} for tag in (True, False)]
+    for row in factory.rows(records, stage="kto", columns={"kto_tag": "tag"}):
+        assert factory.text(row["input_ids"]) == factory.text(row["kl_input_ids"]) == prompt + value + "<|im_end|>"
+        assert factory.text(row["labels"]) == value + "<|im_end|>"
+
+
+@pytest.mark.parametrize("stage", ["sft", "ppo"])
+@pytest.mark.parametrize(("asked", "prompt"), [(None, THINK_PROMPT), (True, THINK_PROMPT), (False, NO_THINK_PROMPT)])
+def test_a_prediction_does_not_look_at_the_label(
+    factory: Factory, stage: str, asked: bool | None, prompt: str
+) -> None:
+    records = [sharegpt([user("q"), given]) for given in (PLAIN, REASONED)]
+    rows = factory.rows(records, stage=stage, generate=True, enable_thinking=asked)
+    assert [factory.text(row["input_ids"]) for row in rows] == [prompt, prompt]
+
+
+def test_pretraining_ends_a_document_with_end_of_text(factory: Factory) -> None:
+    records = [sharegpt([user("some text"), answer("")])]
+    rows = factory.rows(records, stage="pt")
+    assert [row["input_ids"][-1] for row in rows] == [END_OF_TEXT]
+    assert factory.tokenizer.eos_token_id == IM_END
+
+
+def test_packing(factory: Factory) -> None:
+    records = [sharegpt([user("q"), PLAIN])] * 3
+    (row,) = factory.rows(records, packing=True, neat_packing=True, cutoff_len=100)
+    assert factory.text(row["labels"]).count("a<|im_end|>") == 3
+    assert row["labels"].count(IM_END) == 3
+
+
+@pytest.mark.parametrize(
+    ("turns", "trained"),
+    [("split", [["a1"], ["a2"], ["a3"]]), ("last", [["a3"]]), ("concat", [["a1", "a2", "a3"]])],
+)
+def test_turns(factory: Factory, monkeypatch: pytest.MonkeyPatch, turns: str, trained: list[list[str]]) -> None:
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_TURNS", turns)
+    messages = [message for n in "123" for message in (user(f"q{n}"), answer(f"a{n}"))]
+    rows = factory.rows([sharegpt(messages)])
+    assert [factory.text(row["labels"]).split("<|im_end|>")[:-1] for row in rows] == trained
+
+
+def test_mask_history_trains_the_last_answer(factory: Factory) -> None:
+    rows = factory.rows([sharegpt([user("q1"), answer("a1"), user("q2"), answer("a2")])], mask_history=True)
+    assert [factory.text(row["labels"]) for row in rows] == ["a2<|im_end|>"]
+
+
+def test_a_chain_with_reasoning_is_one_sample(factory: Factory) -> None:
+    """The active chain keeps its reasoning, so one text serves all answers, as far as every one has reasoning."""
+    chain = [user("q"), answer("", "r1", calls=("add",)), result("1"), answer("a", "r2")]
+    assert [row["labels"].count(IM_END) for row in factory.rows([sharegpt(chain)])] == [2]
+    chain += [user("q2"), answer("b", "r3")]
+    assert [row["labels"].count(IM_END) for row in factory.rows([sharegpt(chain)])] == [2, 1]
+
+
+def test_no_loss_on_reasoning(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_LOSS", "answer")
+    (row,) = factory.rows([sharegpt([user("q"), REASONED])])
+    assert factory.text(row["input_ids"]) == THINK_PROMPT + WITH + "<|im_end|>"
+    assert factory.text(row["labels"]) == "a<|im_end|>"
+
+
+def test_the_old_empty_block(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_EMPTY_THINK", "train")
+    (row,) = factory.rows([sharegpt([user("q"), PLAIN])])
+    assert factory.text(row["labels"]) == "<think>\n\n</think>\n\na<|im_end|>"
+    (row,) = factory.rows([sharegpt([user("q"), PLAIN])], enable_thinking=False)
+    assert factory.text(row["labels"]) == "a<|im_end|>"
+
+
+def test_enable_thinking_none_as_a_text(factory: Factory) -> None:
+    (row,) = factory.rows([sharegpt([user("q"), PLAIN])], enable_thinking="None")
+    assert factory.text(row["input_ids"]) == NO_THINK_PROMPT + "a<|im_end|>"
+
+
+def test_an_unknown_enable_thinking_is_refused(factory: Factory) -> None:
+    with pytest.raises(ValueError, match="enable_thinking: maybe is not a value"):
+        factory.template(enable_thinking="maybe")
+
+
+def test_template_null(factory: Factory, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3", "qwen3_5_think", "qwen3_thinking_2507"):
+        monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates[name])
+        template = factory.template(None)
+        ids, _ = template.encode_oneturn(
+            factory.tokenizer, [{"role": "user", "content": "q"}, {"role": "assistant", "content": ""}]
+        )
+        monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates[name])
+        wanted = factory.tokenizer.apply_chat_template(
+            [{"role": "user", "content": "q"}], tokenize=False, add_generation_prompt=True
+        )
+        assert factory.text(ids) == wanted
+
+
+@pytest.mark.parametrize("name", ["qwen3_nothink", "qwen3_5", "qwen3_vl", "qwen3_6"])
+def test_the_family_s_own_names_are_switched(
+    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    (row,) = factory.rows([sharegpt([user("q"), PLAIN])], name=name)
+    assert factory.text(row["input_ids"]) == NO_THINK_PROMPT + "a<|im_end|>"
+    assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["qwen", "default", "llama3", "chatml"])
+def test_a_foreign_name_is_named_and_left(
+    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    if name not in TEMPLATES:
+        pytest.skip(f"this LLaMA-Factory has no template {name}")
+    own = copy.deepcopy(factory.tokenizer)
+    factory.tokenizer = own
+    assert factory.template(name) is TEMPLATES[name]
+    assert "Use `template: qwen3`" in capsys.readouterr().err
+
+
+def test_a_changed_chat_template_is_not_trusted(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    monkeypatch.setattr(factory.tokenizer, "chat_template", factory.tokenizer.chat_template + "x")
+    assert factory.template() is TEMPLATES["qwen3"]
+    assert "not an official one that is known" in capsys.readouterr().err
+
+
+def test_warn_says_and_changes_nothing(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "warn")
+    before = factory.tokenizer.chat_template
+    assert factory.template() is TEMPLATES["qwen3"]
+    said = capsys.readouterr().err
+    assert (
+        "an answer without reasoning: LLaMA-Factory's loss does not lie on the answer" in said
+        and "repaired" not in said
+    )
+    assert factory.tokenizer.chat_template == before
+
+
+def test_off_says_nothing(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "off")
+    assert factory.template() is TEMPLATES["qwen3"]
+    assert "preflight" not in capsys.readouterr().err
+
+
+def test_nothing_of_llamafactory_s_is_changed(factory: Factory) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    before = copy.deepcopy(vars(TEMPLATES["qwen3"]))
+    template = factory.template(enable_thinking=False)
+    factory.template(enable_thinking=True)
+    assert template is not TEMPLATES["qwen3"]
+    changed = {name for name, value in vars(TEMPLATES["qwen3"]).items() if repr(value) != repr(before[name])}
+    assert changed <= {"enable_thinking"}  # LLaMA-Factory itself sets this one
+
+
+def test_behavior_unchanged_for_every_other_template(
+    tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data import get_template_and_fix_tokenizer
+    from llamafactory.data.template import TEMPLATES
+    from llamafactory.hparams import DataArguments
+
+    from llamafactory_preflight.templates.families import OWN_TEMPLATES
+
+    call = json.dumps({"name": "add", "arguments": {"x": 1}})
+    conversations = [
+        ["q", "a"],
+        ["q", "<think>\nr\n</think>\n\na", "q2", "<think>r</think>a2"],
+        ["q <|im_end|>", "", " q2", "\n\na"],
+    ]
+    names = sorted(TEMPLATES.keys() - OWN_TEMPLATES)
+    assert len(names) > 50
+    own = {switch: copy.deepcopy(tokenizer) for switch in ("fix", "off")}
+    for name in names:
+        seen = []
+        for switch, mine in own.items():
+            monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", switch)
+            mine.chat_template = chat_templates["qwen3"]
+            template = get_template_and_fix_tokenizer(mine, DataArguments(template=name))
+            rendered: list[Any] = []
+            for contents in conversations:
+                messages = [
+                    {"role": "assistant" if n % 2 else "user", "content": text} for n, text in enumerate(contents)
+                ]
+                for system in (None, "S"):
+                    rendered.append(_or_error(template.encode_multiturn, mine, messages, system))
+                    rendered.append(_or_error(template.encode_oneturn, mine, messages, system))
+            calling = [{"role": "user", "content": "q"}, {"role": "function", "content": call}]
+            rendered.append(_or_error(template.encode_multiturn, mine, calling, None, "[]"))
+            stops = sorted(template.get_stop_token_ids(mine), key=str)
+            seen.append((template is TEMPLATES[name], rendered, mine.chat_template, mine.eos_token, stops))
+        assert seen[0] == seen[1], name
+        assert seen[0][0], name
+
+
+def _or_error(render: Any, *args: Any) -> Any:
+    try:
+        return render(*args)
+    except Exception as error:
+        return repr(error)
+
+
+BROKEN = {
+    "the arguments of a call are not JSON": {
+        "conversations": [
+            {"from": "human", "value": "q"},
+            {"from": "function_call", "value": '{"name": "add", "arguments": "{x"}'},
+        ]
+    },
+    "a call is not JSON": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add(1)"}]
+    },
+    "its roles do not alternate, or it is empty": {
+        "conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]
+    },
+}
+ODD = {
+    "an empty turn": sharegpt([user(""), answer("a"), user("q"), answer("b")]),
+    "a think tag that is never closed": sharegpt([user("q"), answer("x", written="<think>\nr")]),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_broken_samples_are_counted_and_named(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, streaming: bool
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    good = sharegpt([user("q"), PLAIN])
+    records = [good, *BROKEN.values(), good, *ODD.values()]
+    rows = factory.rows(records, streaming=streaming)
+    said = capsys.readouterr().err
+    for position, reason in enumerate(BROKEN, 1):
+        assert f"left out: {reason} (index {position})" in said
+    for position, reason in enumerate(ODD, 5):
+        assert f"kept: {reason} (index {position})" in said
+    assert "43% of the data for training is lost" in said
+    assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
+
+
+def test_an_answer_longer_than_the_limit_is_left_out(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    rows = factory.rows([sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])], cutoff_len=40)
+    assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
+    assert "1 samples are left out: their answer alone is longer than cutoff_len" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("cutoff_len", range(16, 60))
+def test_no_limit_cuts_a_header_or_a_stop_token(factory: Factory, cutoff_len: int) -> None:
+    template = factory.template()
+    from llamafactory_preflight.fixer.choose import for_stage
+
+    staged = for_stage(template, "sft", do_generate=False, cutoff_len=cutoff_len)
+    messages = [{"role": "user", "content": "one two three " * 10}, {"role": "assistant", "content": "yes " * 8}]
+    for prompt, target in staged.encode_multiturn(factory.tokenizer, messages):
+        assert len(prompt) + len(target) < cutoff_len
+        assert factory.text(target) == "yes " * 8 + "<|im_end|>"
+        assert factory.text(prompt).startswith("<|im_start|>user\n")
+        assert factory.text(prompt).endswith("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        assert factory.text(prompt).count("<|im_end|>") == 1
+
+
+texts = st.text(
+    alphabet=st.one_of(st.sampled_from("ab \n<>|/你🤖"), st.characters(exclude_categories=("Cs", "Cc", "Cn"))),
+    max_size=12,
+)
+pieces = st.sampled_from(["<think>", "</think>", "<tool_call>", "`<think>`", "```", "{", "\n\n"])
+contents = st.lists(st.one_of(texts, pieces), min_size=1, max_size=4).map("".join)
+untagged = contents.filter(lambda text: "think>" not in text)
+answers = st.one_of(
+    st.builds(answer, untagged),
+    # After reasoning, a dataset cannot say where the line breaks of the tags end and those of the text begin.
+    st.builds(answer, untagged.map(lambda text: text.lstrip("\n")), untagged.filter(str.strip)),
+)
+calls = st.builds(
+    lambda names, reasoning: answer("", reasoning, calls=tuple(names)),
+    st.lists(st.sampled_from(["add", "sub"]), min_size=1, max_size=2),
+    st.sampled_from(["", "r"]),
+)
+exchanges = st.one_of(
+    st.tuples(contents.map(user), answers),
+    st.tuples(contents.map(user), calls, contents.map(result), answers),
+)
+
+
+@settings(
+    max_examples=120,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much],
+)
+@given(
+    variant=st.sampled_from(VARIANTS),
+    exchanges=st.lists(exchanges, min_size=1, max_size=3),
+    system=st.sampled_from([None, "S", " S\n"]),
+)
+def test_random_conversations(
+    tokenizer: Any,
+    chat_templates: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    variant: Variant,
+    exchanges: list[tuple[dict[str, Any], ...]],
+    system: str | None,
+) -> None:
+    """Whatever is said, every answer is trained once, after the official prompt, and the text is the official one."""
+    from llamafactory_preflight.fixer.choose import for_stage
+    from llamafactory_preflight.fixer.prepare import Preparation
+
+    monkeypatch.setattr(tokenizer, "chat_template", chat_templates[variant.chat_template])
+    messages = [message for exchange in exchanges for message in exchange]
+    tools = any("tool_calls" in message for message in messages)
+    case = Situation(
+        id="random",
+        record={},
+        messages=[{"role": "system", "content": system}, *messages] if system else messages,
+        tools=tools,
+    )
+    wanted = list(expected(variant, case, tokenizer, chat_templates[variant.chat_template]))
+    names = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
+    record = sharegpt(messages, tools)
+    turns = [{"role": names[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    template = for_stage(
+        Factory(tokenizer).template(variant.template, enable_thinking=variant.enable_thinking),
+        "sft",
+        do_generate=False,
+        cutoff_len=10**6,
+    )
+    batch = {"_prompt": [turns[:-1]], "_response": [turns[-1:]], "_tools": [record.get("tools", "")]}
+    batch |= {name: [None] for name in ("_images", "_videos", "_audios")}
+    prepared = Preparation(template=template, splits=True)(batch, [0])
+    found = []
+    for prompt, response in zip(prepared["_prompt"], prepared["_response"], strict=True):
+        before: list[int] = []
+        for source, target in template.encode_multiturn(tokenizer, [*prompt, *response], system, record.get("tools")):
+            before += source
+            found.append((tokenizer.decode(before), tokenizer.decode(target)))
+            before += target
+            assert target[-1] == IM_END and target.count(IM_END) == 1
+    # The tokenizer composes characters, so ids cannot tell more than this.
+    assert found == [tuple(unicodedata.normalize("NFC", text) for text in (want.prompt, want.text)) for want in wanted]
