@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamafactory_preflight import allocator, arguments, device, host, memory, preflight, report
+from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 
@@ -29,15 +30,7 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
     """
     settings = Settings.from_environment()
     allocator.prefer_expandable_segments(os.environ)  # before anything starts CUDA
-    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
-    file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
-    result = preflight.examine(
-        given,
-        origin=str(file or "the arguments"),
-        beside=file.resolve().parent if file else None,
-        devices=preflight.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
-        host_budget_bytes=host.available_bytes(),
-    )
+    result = _looked_at(given, settings, stage=stage)
     print(report.text(result), file=sys.stderr, flush=True)
     if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
         return
@@ -45,6 +38,43 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
         print(report.REFUSAL, file=sys.stderr, flush=True)
         raise SystemExit(1)
     print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
+
+
+def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
+    """The second look, when the data is tokenized and no weights are loaded: the longest sample decides.
+
+    Args:
+        given: The arguments by name.
+        longest: The longest sample of the training set.
+        speaks: Whether this process is the one that reports.
+
+    Raises:
+        SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
+    """
+    settings = Settings.from_environment()
+    result = _looked_at(given, settings, stage="process", length=longest.tokens)
+    if result.device is None or result.estimate is None or result.run.packing:
+        return
+    stops = settings.mode != "warn" and result.verdict.word == "will_not_fit"
+    if speaks:
+        print(report.second_look(result, longest, stops=stops), file=sys.stderr, flush=True)
+    if stops:
+        raise SystemExit(1)
+
+
+def _looked_at(
+    given: Mapping[str, Any], settings: Settings, *, stage: Literal["launcher", "process"], length: int | None = None
+) -> Result:
+    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
+    file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
+    return preflight.examine(
+        given,
+        origin=str(file or "the arguments"),
+        beside=file.resolve().parent if file else None,
+        devices=preflight.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
+        host_budget_bytes=host.available_bytes(),
+        length=length,
+    )
 
 
 def _fits_when_short(result: Result) -> bool:

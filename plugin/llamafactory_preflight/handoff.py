@@ -13,6 +13,7 @@ from typing import Any
 CHECKED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_CHECKED"
 CONFIG_VARIABLE = "LLAMAFACTORY_PREFLIGHT_CONFIG"
 WARNED_VARIABLE = "LLAMAFACTORY_PREFLIGHT_WARNED"
+_remembered: list[dict[str, Any] | list[str] | None] = [None]
 
 
 def mark_checked(arguments: Mapping[str, Any], *, config_file: str) -> None:
@@ -32,6 +33,16 @@ def is_checked(arguments: Mapping[str, Any]) -> bool:
 def config_file() -> str:
     """The file that the parent was started with; a Ray worker sees it nowhere else."""
     return os.environ.get(CONFIG_VARIABLE, "")
+
+
+def remember(arguments: dict[str, Any] | list[str] | None) -> None:
+    """Keeps what this process was started with for the second look, when the data is read."""
+    _remembered[:] = [arguments]
+
+
+def remembered() -> dict[str, Any] | list[str] | None:
+    """What `remember` was given last, or None in a process that trains nothing."""
+    return _remembered[0]
 
 
 def speaks() -> bool:

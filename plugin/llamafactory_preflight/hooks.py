@@ -9,7 +9,7 @@ import functools
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -69,9 +69,22 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
             _fail_open(functools.partial(_check, args, "process"), None)
         if isinstance(args, dict):
             args = _fail_open(functools.partial(_with_found_paths, args), args)
+        handoff.remember(args)
         return original(args, *others, **named)
 
     return get_train_args
+
+
+def _around_get_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Looks a second time when the data is tokenized: every workflow loads the weights after it."""
+
+    @functools.wraps(original)
+    def get_dataset(*args: Any, **kwargs: Any) -> Any:
+        dataset_module = original(*args, **kwargs)
+        _fail_open(functools.partial(_check_data, dataset_module), None)
+        return dataset_module
+
+    return get_dataset
 
 
 def _repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -109,6 +122,7 @@ POINTS = (
     PatchPoint(module="llamafactory.cli", attribute="main", around=_around_main),
     PatchPoint(module="llamafactory.launcher", attribute="launch", around=_around_launch),
     PatchPoint(module="llamafactory.train.tuner", attribute="get_train_args", around=_around_get_train_args),
+    PatchPoint(module="llamafactory.data.loader", attribute="get_dataset", around=_around_get_dataset),
     *(
         PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=_repairing("parsed", after=True))
         for name in ("_parse_train_args", "_parse_infer_args", "_parse_eval_args")
@@ -189,6 +203,16 @@ def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "proces
     if stage == "launcher":  # before the check: a child does not repeat one that failed
         handoff.mark_checked(by_name, config_file=sys.argv[2])
     guard.train(by_name, stage=stage)
+
+
+def _check_data(dataset_module: Mapping[str, Any]) -> None:
+    from llamafactory_preflight import arguments, guard, lengths
+
+    given = handoff.remembered()
+    longest = lengths.longest(dataset_module) if given else None
+    if given and longest is not None:
+        by_name = given if isinstance(given, dict) else arguments.read(given)
+        guard.data(by_name, longest, speaks=handoff.speaks())
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:

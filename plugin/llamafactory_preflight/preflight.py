@@ -102,8 +102,11 @@ def examine(
     host_budget_bytes: int | None,
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
+    length: int | None = None,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
+
+    `length` is that of the longest sample, once it is known; the cutoff stands for it until then.
 
     Raises:
         UserError: An argument is faulty.
@@ -130,15 +133,15 @@ def examine(
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
         if exact:
-            estimate = simulate.estimate(placed, model.config, software=software, card=card)
+            estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
             shape = _shape(model.config)
             if run.deepspeed is not None:
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-            estimate = memory.estimate(placed, shape, software=software, card=card)
+            estimate = memory.estimate(placed, shape, software=software, card=card, length=length)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word in ("tight", "will_not_fit"):
-            proposed = _remedies(placed, shape, software, card, decisive)
+            proposed = _remedies(placed, shape, software, card, decisive, length=length)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
@@ -182,14 +185,20 @@ def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -
 
 
 def _remedies(
-    run: RunDescription, shape: ModelShape, software: Software, card: memory.Card, decisive: Device
+    run: RunDescription,
+    shape: ModelShape,
+    software: Software,
+    card: memory.Card,
+    decisive: Device,
+    *,
+    length: int | None,
 ) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain."""
     return remedies.remedies(
         run,
         shape.model_type,
         software=software,
-        predict=partial(memory.estimate, shape=shape, software=software, card=card),
+        predict=partial(memory.estimate, shape=shape, software=software, card=card, length=length),
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
     )
 

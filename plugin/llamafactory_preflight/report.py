@@ -9,6 +9,7 @@ from typing import Any
 from llamafactory_preflight import __version__, verdict
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
@@ -21,7 +22,8 @@ SCHEMA = 1
 TITLES = {"fits": "FITS", "tight": "TIGHT", "will_not_fit": "WILL NOT FIT", "unknown": "UNKNOWN"}
 MARKS = {"error": "error", "warning": "warning", "info": "note"}
 REFUSAL = "Stopped before loading anything. LLAMAFACTORY_PREFLIGHT=warn starts it all the same."
-LENGTH_DECIDES = "Going on: with samples shorter than cutoff_len it may fit."
+REFUSAL_AFTER_DATA = "Stopped before loading the weights. LLAMAFACTORY_PREFLIGHT=warn goes on all the same."
+LENGTH_DECIDES = "Going on: the data decides. It may fit with samples shorter than cutoff_len."
 
 
 def text(result: Result) -> str:
@@ -36,6 +38,20 @@ def text(result: Result) -> str:
     for sentence in result.resolved:
         lines += _wrapped(f"note: {sentence}", indent="  ")
     return "\n".join(lines)
+
+
+def second_look(result: Result, longest: Longest, *, stops: bool) -> str:
+    """What the tokenized data makes of the verdict: one sentence, and the remedies where it does not fit."""
+    assert result.device is not None and result.estimate is not None
+    needed = verdict.needed_bytes(result.estimate, context_bytes=result.device.context_bytes)
+    batch = result.run.per_device_train_batch_size
+    sentence = (
+        f"llamafactory-preflight: the longest of {longest.num_samples} samples is number {longest.index} with "
+        f"{longest.tokens} tokens. A batch of {batch} as long needs {size(needed)}, and "
+        f"{size(result.device.free_bytes)} are free: {TITLES[result.verdict.word]}."
+    )
+    lines = [*_wrapped(sentence, indent=""), *_remedy_lines(result)]
+    return "\n".join([*lines, REFUSAL_AFTER_DATA] if stops else lines)
 
 
 def as_json(result: Result) -> str:
