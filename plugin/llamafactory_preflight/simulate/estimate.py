@@ -145,7 +145,7 @@ def _anything_else_is_unknown() -> Iterator[None]:
 def _quiet() -> Iterator[None]:
     """Keeps the libraries' remarks on a run that is only simulated from the user."""
     level = logging.root.manager.disable
-    logging.disable(logging.WARNING)
+    logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings(action="ignore"):
             yield
