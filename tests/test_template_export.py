@@ -1,0 +1,134 @@
+"""A real training on a CPU, its export, and plain transformers, which knows nothing of the plugin."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+QUESTION = [{"role": "user", "content": "hi"}]
+PLAIN = [{"instruction": f"q{n}", "input": "", "output": f"a{n}"} for n in range(8)]
+REASONED = [row | {"output": f"<think>r</think>{row['output']}"} for row in PLAIN]
+
+
+@pytest.fixture
+def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable[..., Any]:
+    """Trains two steps of LoRA with checkpoints, and exports: `train(records, model=..., **arguments)`."""
+
+    def trained(records: list[dict[str, str]], *, model: Path = tiny_model, **arguments: Any) -> tuple[str, str]:
+        data = tmp_path / "data"
+        data.mkdir(exist_ok=True)
+        (data / "some.json").write_text(json.dumps(records))
+        (data / "dataset_info.json").write_text(json.dumps({"some": {"file_name": "some.json"}}))
+        common = {"model_name_or_path": str(model), "template": "qwen3", "trust_remote_code": False}
+        training = {
+            **common,
+            "stage": "sft",
+            "do_train": True,
+            "finetuning_type": "lora",
+            "lora_rank": 4,
+            "dataset": "some",
+            "dataset_dir": str(data),
+            "cutoff_len": 64,
+            "output_dir": str(tmp_path / "adapter"),
+            "max_steps": 2,
+            "save_steps": 1,
+            "per_device_train_batch_size": 2,
+            "report_to": "none",
+            "dataloader_pin_memory": False,
+            **arguments,
+        }
+        export = {**common, "adapter_name_or_path": str(tmp_path / "adapter"), "export_dir": str(tmp_path / "merged")}
+        said = []
+        for verb, given in (("train", training), ("export", export)):
+            file = tmp_path / f"{verb}.json.yaml"
+            file.write_text(json.dumps(given))
+            done = run(["llamafactory-cli", verb, file], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
+            assert done.returncode == 0, done.stderr[-3000:]
+            said.append(done.stdout + done.stderr)
+        return said[0], said[1]
+
+    return trained
+
+
+def prompt(folder: Path, **options: Any) -> str:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text: str = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=True, **options)
+    return text
+
+
+THINK = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+NO_THINK = THINK + "<think>\n\n</think>\n\n"
+
+
+@pytest.mark.parametrize(("records", "mode", "text"), [(PLAIN, "no_think", NO_THINK), (REASONED, "think", THINK)])
+def test_what_is_saved_answers_as_it_was_trained(
+    train: Callable[..., Any], tmp_path: Path, tiny_model: Path, records: list[dict[str, str]], mode: str, text: str
+) -> None:
+    said, _ = train(records)
+    assert "repaired for Qwen3" in said
+    for folder in ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", "merged"):
+        assert prompt(tmp_path / folder) == text, folder
+        assert prompt(tmp_path / folder, enable_thinking=True) == THINK, folder
+        assert prompt(tmp_path / folder, enable_thinking=False) == NO_THINK, folder
+        record = json.loads((tmp_path / folder / "llamafactory_preflight_template.json").read_text())
+        assert (record["mode"], record["num_think"] + record["num_no_think"]) == (mode, 8), folder
+        _same_files(tiny_model, tmp_path / folder)
+
+
+def _same_files(original: Path, saved: Path) -> None:
+    """The tokenizer's files are those of the original, and so are their keys; only the chat template may differ."""
+    names = {"tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "chat_template.jinja"}
+    names |= {"special_tokens_map.json", "added_tokens.json"}
+    assert {name for name in names if (saved / name).exists()} == {
+        name for name in names if (original / name).exists()
+    }
+    assert (saved / "tokenizer.json").read_bytes() == (original / "tokenizer.json").read_bytes()
+    before, after = (json.loads((folder / "tokenizer_config.json").read_text()) for folder in (original, saved))
+    assert before.keys() == after.keys()
+    assert {key for key in before if before[key] != after[key]} <= {"chat_template"}
+
+
+def test_a_base_model_stops(train: Callable[..., Any], tmp_path: Path, tiny_model: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    base = shutil.copytree(tiny_model, tmp_path / "base")
+    for name, key, value in (
+        ("config.json", "eos_token_id", 151643),
+        ("tokenizer_config.json", "eos_token", "<|endoftext|>"),
+    ):
+        changed = json.loads((base / name).read_text()) | {key: value}
+        (base / name).write_text(json.dumps(changed))
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 151643, "max_new_tokens": 20}))
+    said, exported = train(PLAIN, model=base)
+    assert "was never trained" in said
+    assert "config.json: eos_token_id 151643 becomes 151645" in exported
+    merged = tmp_path / "merged"
+    assert AutoTokenizer.from_pretrained(merged).eos_token == "<|im_end|>"
+    assert AutoConfig.from_pretrained(merged).eos_token_id == 151645
+    generation = GenerationConfig.from_pretrained(merged)
+    assert (generation.eos_token_id, generation.pad_token_id) == ([151645, 151643], 151643)
+    assert generation.max_new_tokens == 20
+
+
+def test_off_leaves_no_trace(
+    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
+) -> None:
+    said, _ = train(PLAIN)
+    assert "repaired" in said
+    file = tmp_path / "train.json.yaml"
+    given = json.loads(file.read_text()) | {"output_dir": str(tmp_path / "plain"), "max_steps": 1}
+    file.write_text(json.dumps(given))
+    off = {"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_TEMPLATE": "off"}
+    done = run(["llamafactory-cli", "train", file], cwd=tmp_path, env=off, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "repaired" not in done.stdout + done.stderr
+    assert not (tmp_path / "plain" / "llamafactory_preflight_template.json").exists()
+    assert prompt(tmp_path / "plain") == THINK
