@@ -199,7 +199,7 @@ def test_it_answers_without_torch_transformers_or_more_of_llamafactory(
 
 def test_help(run: Run, scripts_on_path: Path) -> None:
     overview = run([scripts_on_path / "python", "-m", "llamafactory_preflight", "--help"])
-    assert (overview.returncode, len(overview.stdout.splitlines())) == (0, 3)
+    assert (overview.returncode, len(overview.stdout.splitlines())) == (0, 4)
     done = run(["llamafactory-cli", "preflight", "--help"])
     assert done.returncode == 0
     assert "--host-ram" in done.stdout

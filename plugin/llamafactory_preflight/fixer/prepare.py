@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamafactory_preflight.fixer.template import OfficialTemplate
-from llamafactory_preflight.templates.messages import ANSWERS, BrokenSample, Message, to_official, to_tools
+from llamafactory_preflight.templates.messages import ANSWERS, BrokenSample, Message, answer_message, to_tools
 from llamafactory_preflight.templates.thinking import split_answer
 
 
@@ -89,9 +89,9 @@ def _lost(row: Row, template: OfficialTemplate) -> str:
         return "it has no answer"
     family = template.style.family
     try:
-        for answer in response or [None]:
-            conversation = [*prompt, answer] if answer and (answer["content"] or len(response) == 1) else prompt
-            to_official(conversation, family=family, system=None)
+        for message in (*prompt, *response):
+            if message["role"] == "function" and (message["content"] or len(response) == 1):  # KTO has an empty one
+                answer_message("function", message["content"] or "", family=family)
         to_tools(row["_tools"])
     except BrokenSample as broken:
         return broken.reason

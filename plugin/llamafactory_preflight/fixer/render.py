@@ -18,6 +18,7 @@ MARK = "\ufdd0"
 _HEADER = "<|im_start|>assistant\n"
 _EARLIER = "\ufdd1"  # takes the place of an earlier answer
 _QUESTION: Message = {"role": "user", "content": "?"}
+_EARLIER_ANSWER: Message = {"role": "assistant", "content": _EARLIER, "reasoning_content": ""}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,6 +38,9 @@ class Style:
     special_tokens: tuple[str, ...]
     preserve: bool = False
     loss_on_reasoning: bool = True
+
+
+_GENERATION_PROMPTS: dict[tuple[Style, Mode], str] = {}
 
 
 def chat_text(
@@ -64,28 +68,48 @@ def chat_text(
     return text
 
 
-def answer_text(style: Style, tokenizer: Any, answer: Message, *, mode: Mode) -> tuple[str, str]:
-    """What is trained of an answer, and what goes before it into the prompt (reasoning without loss, or nothing).
+def pair_texts(
+    style: Style, tokenizer: Any, before: Sequence[Message], answer: Message, tools: Any, *, mode: Mode, follows: bool
+) -> tuple[str, str]:
+    """A prompt and what is trained after it, from one rendering of both.
 
-    The family's templates render the last answer in the same way after any question, so a short one will do.
+    Args:
+        style: How to render.
+        tokenizer: Has `apply_chat_template`.
+        before: What stands before the answer.
+        answer: The answer.
+        tools: The tools.
+        mode: The answer's mode.
+        follows: Whether `before` begins after another answer; the prompt is then what comes after its stop token.
     """
     if mode == "no_think" and answer.get("reasoning_content"):
         answer = answer | {"reasoning_content": ""}
-    prompt = chat_text(style, tokenizer, [_QUESTION], None, mode=mode, is_prompt=True)
-    full = chat_text(style, tokenizer, [_QUESTION, answer], None, mode=mode, is_prompt=False)
-    assert full.startswith(prompt), f"{style.family.name}: the answer does not follow its prompt"
-    text = full[len(prompt) :].removesuffix("\n")
+    lead = [_QUESTION, _EARLIER_ANSWER] if follows else []
+    full = chat_text(style, tokenizer, [*lead, *before, answer], tools, mode=mode, is_prompt=False)
+    full = full.partition(_EARLIER + IM_END)[2] if follows else full
+    # No text can hold a header, because what looks like one is escaped.
+    prompt = full[: full.rindex(_HEADER)] + _generation_prompt(style, tokenizer, mode)
+    if full.startswith(prompt):
+        text = full[len(prompt) :].removesuffix("\n")
+    else:  # without a question of the user, the templates render an answer in another way than its prompt
+        prompt = chat_text(style, tokenizer, [*lead, *before], tools, mode=mode, is_prompt=True)
+        prompt = prompt.partition(_EARLIER + IM_END)[2] if follows else prompt
+        text = pair_texts(style, tokenizer, [_QUESTION], answer, None, mode=mode, follows=False)[1]
     if style.loss_on_reasoning or mode == "no_think" or THINK_END not in text:
-        return "", text
+        return prompt, text
     reasoning, end, said = text.partition(THINK_END)
-    return reasoning + end, said
+    return prompt + reasoning + end, said
 
 
-def later_prompt(style: Style, tokenizer: Any, between: Sequence[Message], *, mode: Mode) -> str:
-    """What stands between an answer's stop token and the next answer."""
-    earlier: Message = {"role": "assistant", "content": _EARLIER, "reasoning_content": ""}
-    text = chat_text(style, tokenizer, [_QUESTION, earlier, *between], None, mode=mode, is_prompt=True)
-    return text.partition(_EARLIER + IM_END)[2]
+def _generation_prompt(style: Style, tokenizer: Any, mode: Mode) -> str:
+    known = _GENERATION_PROMPTS.get((style, mode))
+    if known is None:
+        question, prompt = (
+            chat_text(style, tokenizer, [_QUESTION], None, mode=mode, is_prompt=is_prompt)
+            for is_prompt in (False, True)
+        )
+        known = _GENERATION_PROMPTS[style, mode] = prompt.removeprefix(question)
+    return known
 
 
 def escape(text: str, special_tokens: Sequence[str]) -> str:
@@ -98,13 +122,16 @@ def escape(text: str, special_tokens: Sequence[str]) -> str:
     return text
 
 
-def encode(style: Style, tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a rendered text; what was escaped becomes the ids of its letters."""
-    ids: list[int]
-    if MARK not in text:
-        ids = tokenizer.encode(text, add_special_tokens=False)
+def encode(style: Style, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered texts; what was escaped becomes the ids of its letters."""
+    if not any(MARK in text for text in texts):
+        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return ids
-    ids = []
+    return [_encode_escaped(style, tokenizer, text) for text in texts]
+
+
+def _encode_escaped(style: Style, tokenizer: Any, text: str) -> list[int]:
+    ids: list[int] = []
     for piece in re.split("(" + "|".join(map(re.escape, style.special_tokens)) + ")", text):
         is_text = MARK in piece
         clean = piece.replace(MARK, "")

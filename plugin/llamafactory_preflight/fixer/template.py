@@ -10,7 +10,7 @@ from typing import Any, Literal
 from llamafactory.data.template import Template
 
 from llamafactory_preflight.fixer.cut import Anchors, cut_prompt
-from llamafactory_preflight.fixer.render import Style, answer_text, chat_text, encode, escape, later_prompt
+from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts
 from llamafactory_preflight.settings import EmptyThink, Turns
 from llamafactory_preflight.templates.families import Family, Mode
 from llamafactory_preflight.templates.messages import ANSWERS, Message, num_queries, to_official, to_tools
@@ -154,7 +154,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
 
     def _stable(self, messages: list[Message]) -> bool:
         contents = [message["content"] or "" for message in messages if message["role"] in ANSWERS]
-        return is_stable(
+        return len(contents) < 2 or is_stable(
             self.style.family,
             num_queries=num_queries(messages),
             modes=[self._training_mode(content) for content in contents],
@@ -166,26 +166,22 @@ class OfficialTemplate(Template):  # type: ignore[misc]
 
     def _last_pair(self, tokenizer: Any, conversation: _Conversation, mode: Mode) -> Pair:
         before, tools = conversation.official[:-1], conversation.tools
-        prompt = chat_text(self.style, tokenizer, before, tools, mode=mode, is_prompt=True)
-        return self._pair(tokenizer, prompt, conversation.last, mode)
+        return self._pair(tokenizer, before, conversation.last, tools, mode=mode, follows=False)
 
     def _all_pairs(self, tokenizer: Any, conversation: _Conversation) -> Iterator[Pair]:
         start = 0
         for position, message in enumerate(conversation.official):
-            if message["role"] != "assistant":
-                continue
-            mode = self._mode(message)
-            before = conversation.official[start:position]
-            if start == 0:
-                prompt = chat_text(self.style, tokenizer, before, conversation.tools, mode=mode, is_prompt=True)
-            else:
-                prompt = later_prompt(self.style, tokenizer, before, mode=mode)
-            yield self._pair(tokenizer, prompt, message, mode)
-            start = position + 1
+            if message["role"] == "assistant":
+                before, tools = conversation.official[start:position], None if start else conversation.tools
+                yield self._pair(tokenizer, before, message, tools, mode=self._mode(message), follows=start > 0)
+                start = position + 1
 
-    def _pair(self, tokenizer: Any, prompt: str, answer: Message, mode: Mode) -> Pair:
-        without_loss, text = answer_text(self.style, tokenizer, answer, mode=mode)
-        return encode(self.style, tokenizer, prompt + without_loss), encode(self.style, tokenizer, text)
+    def _pair(
+        self, tokenizer: Any, before: list[Message], answer: Message, tools: Any, *, mode: Mode, follows: bool
+    ) -> Pair:
+        texts = pair_texts(self.style, tokenizer, before, answer, tools, mode=mode, follows=follows)
+        prompt, trained = encode(self.style, tokenizer, texts)
+        return prompt, trained
 
     def _that_fit(self, tokenizer: Any, pairs: Iterator[Pair]) -> list[Pair]:
         kept: list[Pair] = []

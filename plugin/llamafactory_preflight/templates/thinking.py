@@ -33,11 +33,11 @@ class Answer:
 
 def split_answer(content: str) -> Answer:
     """Takes reasoning and text apart, however the tags are spelled; a tag that is only mentioned is text."""
+    if CLOSE not in content:
+        return Answer(text=content, is_unclosed=content.lstrip().startswith(OPEN))
     start = content.lstrip()
     if start.startswith(OPEN):
-        reasoning, closed, text = start.removeprefix(OPEN).partition(CLOSE)
-        if not closed:
-            return Answer(text=content, is_unclosed=True)
+        reasoning, _, text = start.removeprefix(OPEN).partition(CLOSE)
         return _answer(reasoning, text)
     alone = _CLOSE_ALONE.search(content)
     if alone is not None and OPEN not in content[: alone.start()]:

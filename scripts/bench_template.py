@@ -1,0 +1,115 @@
+"""Time of preprocessing with the template fixer against LLaMA-Factory's own, per token that comes out.
+
+    python scripts/bench_template.py [--samples 10000] [--turns 1 3 8]
+
+Runs LLaMA-Factory's own tokenization step on made-up conversations with the real Qwen3 tokenizer, on one core, in
+alternating halves; what `datasets` does around it (hashing, writing files) is the same for both and left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import sys
+import time
+from typing import Any
+
+from build_tiny_model import build
+
+
+BATCH = 1000
+WORDS = "the model answers a question about memory templates tokens 模板 训练 数据 and code like x = f(y)".split()
+
+
+def conversations(num: int, turns: int) -> list[list[dict[str, str]]]:
+    """Made-up talks; every third answer has reasoning."""
+    chance = random.Random(0)
+
+    def text(low: int, high: int) -> str:
+        return " ".join(chance.choices(WORDS, k=chance.randint(low, high)))
+
+    talks = []
+    for _ in range(num):
+        talk = []
+        for _ in range(turns):
+            thought = f"<think>\n{text(40, 120)}\n</think>\n\n" if chance.random() < 1 / 3 else ""
+            talk += [
+                {"role": "user", "content": text(20, 80)},
+                {"role": "assistant", "content": thought + text(60, 200)},
+            ]
+        talks.append(talk)
+    return talks
+
+
+def batches(talks: list[list[dict[str, str]]]) -> list[dict[str, list[Any]]]:
+    """In LLaMA-Factory's standard format."""
+    parts = [talks[start : start + BATCH] for start in range(0, len(talks), BATCH)]
+    empty = {name: [None] * BATCH for name in ("_images", "_videos", "_audios")}
+    return [
+        {
+            "_prompt": [talk[:-1] for talk in part],
+            "_response": [talk[-1:] for talk in part],
+            "_system": [""] * len(part),
+            "_tools": [""] * len(part),
+            **{name: values[: len(part)] for name, values in empty.items()},
+        }
+        for part in parts
+    ]
+
+
+def run(switch: str, data: list[dict[str, list[Any]]], tokenizer: Any) -> tuple[float, int]:
+    """Seconds and tokens of one pass."""
+    from llamafactory.data import get_template_and_fix_tokenizer, loader
+    from llamafactory.hparams import DataArguments
+
+    from llamafactory_preflight.fixer import choose, prepare
+
+    os.environ["LLAMAFACTORY_TEMPLATE"] = switch
+    arguments = DataArguments(template="qwen3", cutoff_len=100_000)
+    template = get_template_and_fix_tokenizer(tokenizer, arguments)
+    processor = loader._get_dataset_processor(arguments, "sft", template, tokenizer, None)
+    mapper = None
+    if switch == "fix":
+        staged = choose.for_stage(template, "sft", do_generate=False, cutoff_len=arguments.cutoff_len)
+        mapper = prepare.Preparation(template=staged, splits=True)
+    tokens = 0
+    start = time.process_time()
+    for number, batch in enumerate(data):
+        first = number * BATCH
+        prepared = mapper(batch, list(range(first, first + len(batch["_prompt"])))) if mapper else batch
+        tokens += sum(map(len, processor.preprocess_dataset(prepared)["input_ids"]))
+    return time.process_time() - start, tokens
+
+
+def main() -> int:
+    """Prints one line for each number of turns."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--samples", type=int, default=10_000)
+    parser.add_argument("--turns", type=int, nargs="+", default=[1, 3, 8])
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(build())
+    worst = 0.0
+    for turns in options.turns:
+        data = batches(conversations(options.samples, turns))
+        halves = [data[: len(data) // 2], data[len(data) // 2 :]] if len(data) > 1 else [data]
+        totals = {"off": [0.0, 0], "fix": [0.0, 0]}
+        for half in halves:
+            for switch, total in totals.items():
+                seconds, tokens = run(switch, half, tokenizer)
+                total[0] += seconds
+                total[1] += tokens
+        cost = {switch: seconds / tokens * 1e6 for switch, (seconds, tokens) in totals.items()}
+        worst = max(worst, cost["fix"] / cost["off"])
+        print(
+            f"{options.samples} conversations of {turns}: LLaMA-Factory {totals['off'][0]:.1f} s for "
+            f"{totals['off'][1]} tokens ({cost['off']:.2f} us each), fixer {totals['fix'][0]:.1f} s for "
+            f"{totals['fix'][1]} tokens ({cost['fix']:.2f} us each): {cost['fix'] / cost['off']:.2f} times per token"
+        )
+    return 0 if worst <= 1.3 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
