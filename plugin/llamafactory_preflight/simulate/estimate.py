@@ -26,7 +26,7 @@ NEEDED = ("torch", "transformers", "peft", "accelerate", "llamafactory")
 NOT_FOLLOWED = (
     *("deepspeed", "fsdp", "use_mca", "use_hyper_parallel"),
     *("use_unsloth", "use_kt", "fp8", "torch_compile", "use_v1_kernels", "mixture_of_depths", "shift_attn"),
-    *("adapter_name_or_path", "train_from_scratch", "resize_vocab", "use_llama_pro", "use_badam"),
+    *("export_dir", "adapter_name_or_path", "train_from_scratch", "resize_vocab", "use_llama_pro", "use_badam"),
     *("use_dft_loss", "use_asft_loss", "use_eaft_loss", "label_smoothing_factor", "predict_with_generate"),
 )
 FLOAT32_BYTES = 4

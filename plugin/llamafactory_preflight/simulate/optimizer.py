@@ -68,7 +68,7 @@ def _no_launch(*args: Any, **kwargs: Any) -> None:
 @contextmanager
 def on_paper(run: RunDescription) -> Iterator[None]:
     """Lets optimizers choose what they would on a card: PyTorch's own work on all tensors of a group at once."""
-    kinds: list[type] = _foreach_supported_types
+    kinds: list[Any] = _foreach_supported_types
     kinds.append(FakeTensor)
     try:
         with _bitsandbytes_on_paper() if needs_bitsandbytes(run) else nullcontext():
