@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,3 +133,71 @@ def test_off_leaves_no_trace(
     assert "repaired" not in done.stdout + done.stderr
     assert not (tmp_path / "plain" / "llamafactory_preflight_template.json").exists()
     assert prompt(tmp_path / "plain") == THINK
+
+
+def test_a_cache_of_other_rules_is_not_used(
+    train: Callable[..., Any], tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One dataset cache, first without the plugin's repair, then with it, then with other switches."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    train(PLAIN, max_steps=1)
+    file = tmp_path / "train.json.yaml"
+    given = json.loads(file.read_text())
+    blocks = []
+    for number, switches in enumerate(
+        (
+            {"LLAMAFACTORY_TEMPLATE": "off"},
+            {},
+            {"LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "train"},
+            {"LLAMAFACTORY_TEMPLATE": "off"},
+        )
+    ):
+        file.write_text(json.dumps(given | {"output_dir": str(tmp_path / str(number)), "save_strategy": "no"}))
+        environment = {"CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": str(tmp_path / "cache"), **switches}
+        done = run(["llamafactory-cli", "train", file], cwd=tmp_path, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        blocks.append("labels:\n<think>\n\n</think>\n\na" in done.stdout)
+    assert blocks == [True, False, True, True]
+
+
+def test_chat_and_a_second_stage_read_the_side_file(
+    train: Callable[..., Any], tmp_path: Path, run: Callable[..., Any], tiny_model: Path
+) -> None:
+    train(PLAIN)
+    code = """
+import json, sys
+from llamafactory.data import get_template_and_fix_tokenizer
+from llamafactory.hparams import get_infer_args
+from llamafactory.model import load_tokenizer
+for given in json.loads(sys.argv[1]):
+    model_args, data_args, *_ = get_infer_args(given)
+    tokenizer = load_tokenizer(model_args)["tokenizer"]
+    template = get_template_and_fix_tokenizer(tokenizer, data_args)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
+    print("PROMPT", json.dumps(tokenizer.decode(template.encode_oneturn(tokenizer, messages)[0])))
+"""
+    model = {"model_name_or_path": str(tiny_model), "template": "qwen3"}
+    adapter = model | {"adapter_name_or_path": str(tmp_path / "adapter")}
+    merged = {"model_name_or_path": str(tmp_path / "merged"), "template": "qwen3"}
+    runs = [model, adapter, merged, adapter | {"enable_thinking": True}, merged | {"enable_thinking": True}]
+    done = run([sys.executable, "-c", code, json.dumps(runs)], cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    prompts = [
+        json.loads(line.removeprefix("PROMPT ")) for line in done.stdout.splitlines() if line.startswith("PROMPT")
+    ]
+    assert prompts == [THINK, NO_THINK, NO_THINK, THINK, THINK]
+
+
+def test_samples_are_shown(tmp_path: Path, tiny_model: Path, run: Callable[..., Any], root: Path) -> None:
+    command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={tiny_model}"]
+    command += [f"dataset_dir={root / 'presets/data'}", "--sample", "2", "--html", tmp_path / "page.html"]
+    done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("--- sample ") == 2
+    assert "<|im_start|>assistant\n<think>\n\n</think>\n\n[[" in done.stdout
+    assert done.stdout.count("<|im_end|>]]") == 2
+    assert "100 samples of" in done.stdout and "% of the tokens are trained" in done.stdout
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert page.count('<span class="loss special">&lt;|im_end|&gt;</span>') == 2
+    assert "http" not in page and "<script" not in page
+    assert not (tmp_path / "saves").exists()

@@ -7,6 +7,7 @@ import json
 import unicodedata
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,6 +62,7 @@ class Factory:
         generate: bool = False,
         columns: dict[str, Any] | None = None,
         streaming: bool = False,
+        processor: Any = None,
         **options: Any,
     ) -> list[dict[str, Any]]:
         import datasets
@@ -80,7 +82,7 @@ class Factory:
         data = data.to_iterable_dataset() if streaming else data
         aligned = align_dataset(data, attr, self.arguments, training)
         made = loader._get_preprocessed_dataset(
-            aligned, self.arguments, training, stage, template, self.tokenizer, None, is_eval=generate
+            aligned, self.arguments, training, stage, template, self.tokenizer, processor, is_eval=generate
         )
         return list(made)
 
@@ -335,6 +337,45 @@ def _or_error(render: Any, *args: Any) -> Any:
         return render(*args)
     except Exception as error:
         return repr(error)
+
+
+IMAGE_PAD = 151655
+
+
+@pytest.fixture
+def eyes() -> Any:
+    from transformers import Qwen2VLImageProcessor
+
+    images = Qwen2VLImageProcessor(min_pixels=32 * 32, max_pixels=64 * 64)
+    return SimpleNamespace(image_processor=images, video_processor=images, model_input_names=[])
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_5_think"])
+def test_images_stay_with_their_turn_and_typed_ones_are_text(
+    factory: Factory,
+    chat_templates: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    eyes: Any,
+    tmp_path: Path,
+    name: str,
+) -> None:
+    from PIL import Image
+
+    files = [str(tmp_path / f"{number}.png") for number in range(2)]
+    for file in files:
+        Image.new("RGB", (64, 64)).save(file)
+    monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates[name])
+    record = sharegpt([user("<image>one <|image_pad|>"), answer("a"), user("<image>two"), answer("b")])
+    rows = factory.rows(
+        [{**record, "images": files}], columns={"images": "images"}, name="qwen3_vl_nothink", processor=eyes
+    )
+    pads = [row["input_ids"].count(IMAGE_PAD) for row in rows]
+    given = [len(row["images"]) for row in rows]
+    if name == "qwen3_vl":
+        assert (pads, given) == ([8], [2])
+    else:
+        assert (pads, given) == ([4, 8], [1, 2])
+    assert all("one <|image_pad|><|im_end|>" in factory.text(row["input_ids"]) for row in rows)
 
 
 BROKEN = {

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from llamafactory_preflight.fixer.render import escape
 from llamafactory_preflight.fixer.template import OfficialTemplate
 from llamafactory_preflight.templates.messages import ANSWERS, BrokenSample, Message, answer_message, to_tools
 from llamafactory_preflight.templates.thinking import split_answer
@@ -40,6 +41,10 @@ class Preparation:
         return {name: [row[name] for row in rows] for name in (*batch, *OURS)}
 
     def _prepared(self, row: Row, index: int) -> list[Row]:
+        if media := self.template.style.media_tokens:  # typed by somebody: LLaMA-Factory puts the real ones in later
+            for name in ("_prompt", "_response"):
+                texts = [message | {"content": escape(message["content"] or "", media)} for message in row[name]]
+                row = row | {name: texts}
         noted = row | {INDEX: index, LOST: "", ODD: "", THINK: 0, NO_THINK: 0}
         reason = _lost(row, self.template)
         if reason:

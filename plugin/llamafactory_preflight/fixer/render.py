@@ -39,6 +39,12 @@ class Style:
     preserve: bool = False
     loss_on_reasoning: bool = True
 
+    @property
+    def media_tokens(self) -> tuple[str, ...]:
+        """Special tokens that LLaMA-Factory writes into a text in place of images and videos."""
+        is_media = self.family.is_multimodal
+        return tuple(token for token in self.special_tokens if is_media and ("vision" in token or "_pad" in token))
+
 
 _GENERATION_PROMPTS: dict[tuple[Style, Mode], str] = {}
 

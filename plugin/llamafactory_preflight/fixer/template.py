@@ -118,9 +118,8 @@ class OfficialTemplate(Template):  # type: ignore[misc]
         return list(dict.fromkeys(ids))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
-        special = self.style.special_tokens
-        if self.style.family.is_multimodal:  # there, LLaMA-Factory has put the tokens of images into the text
-            special = tuple(token for token in special if "vision" not in token and "_pad" not in token)
+        media = self.style.media_tokens  # those in a text are real by now
+        special = tuple(token for token in self.style.special_tokens if token not in media)
         escaped = [
             {"role": message["role"], "content": escape(self._content(message), special)} for message in messages
         ]
