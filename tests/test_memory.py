@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llamafactory_preflight import preflight, report
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, estimate, inference_estimate
 from llamafactory_preflight.memory.checkpointing import non_reentrant, reentrant
@@ -354,3 +357,14 @@ def test_another_engine_is_refused() -> None:
 def test_another_architecture_is_refused(model_type: str) -> None:
     with pytest.raises(Unmodelled):
         shape(model_type=model_type)
+
+
+def test_the_command_tells_a_chat_from_a_training_by_its_arguments(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    base = {"model_name_or_path": str(tmp_path), "template": "qwen3"}
+    chat = preflight.check(base, gpu="80GiB")
+    export = preflight.check(base | {"export_dir": "merged", "export_device": "auto"}, gpu="80GiB")
+    training = preflight.check(base | {"do_train": True, "dataset": "rows"}, gpu="80GiB")
+    assert [result.serves for result in (chat, export, training)] == [True, True, False]
+    assert "chat or API" in report.text(chat) and "export on auto" in report.text(export)
+    assert chat.estimate is not None and chat.estimate.phases["optimizer_step"] == 0

@@ -72,39 +72,39 @@ def ids(found: Iterator[Finding] | tuple[Finding, ...]) -> set[str]:
 
 @pytest.mark.parametrize(("gpu", "word", "code"), [("24GiB", "fits", 0), ("2GiB", "will_not_fit", 1)])
 def test_a_mapping_against_a_planned_card(model: str, gpu: str, word: str, code: int) -> None:
-    result = preflight.check({"model_name_or_path": model, "cutoff_len": 2048}, gpu=gpu)
+    result = preflight.check({"model_name_or_path": model, "do_train": True, "cutoff_len": 2048}, gpu=gpu)
     assert (result.verdict.word, result.exit_code) == (word, code)
 
 
 def test_a_file_with_overrides(model: str, tmp_path: Path) -> None:
     file = tmp_path / "a.yaml"
-    file.write_text(f"model_name_or_path: {model}\ncutoff_len: 2048\n")
+    file.write_text(f"model_name_or_path: {model}\ndo_train: true\ncutoff_len: 2048\n")
     assert preflight.check(file, overrides=["cutoff_len=100"], gpu="2GiB").verdict.word == "fits"
     assert preflight.check(str(file), gpu="2GiB").verdict.word == "will_not_fit"
 
 
 def test_free_is_what_the_allocator_may_use(model: str) -> None:
-    given = {"model_name_or_path": model, "cutoff_len": 1024}
+    given = {"model_name_or_path": model, "do_train": True, "cutoff_len": 1024}
     assert preflight.check(given, free="2GiB").verdict.word == "fits"
     assert preflight.check(given, free="1.99GiB").verdict.word == "will_not_fit"
 
 
 def test_the_variable_plans_where_no_option_does(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "2GiB")
-    given = {"model_name_or_path": model, "cutoff_len": 2048}
+    given = {"model_name_or_path": model, "do_train": True, "cutoff_len": 2048}
     assert preflight.check(given).verdict.word == "will_not_fit"
     assert preflight.check(given, gpu="24GiB").verdict.word == "fits"
 
 
 def test_neither_a_gpu_nor_a_plan(model: str) -> None:
     with pytest.raises(UserError, match="--gpu 24GiB"):
-        preflight.check({"model_name_or_path": model})
-    result = preflight.check({"model_name_or_path": model, "use_cpu": True})
+        preflight.check({"model_name_or_path": model, "do_train": True})
+    result = preflight.check({"model_name_or_path": model, "do_train": True, "use_cpu": True})
     assert (result.verdict.word, result.device) == ("fits", None)
 
 
 def test_the_host_verdict_of_a_run_on_the_cpu(model: str) -> None:
-    given = {"model_name_or_path": model, "use_cpu": True}
+    given = {"model_name_or_path": model, "do_train": True, "use_cpu": True}
     for amount, word in (("1GiB", "will_not_fit"), ("1.9GiB", "tight"), ("2GiB", "fits")):
         assert preflight.check(given, host_ram=amount).verdict.word == word
 
@@ -112,7 +112,7 @@ def test_the_host_verdict_of_a_run_on_the_cpu(model: str) -> None:
 def test_on_unequal_cards_the_smallest_free_one_decides(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     cards = (CARD, dataclasses.replace(CARD, name="another", index=1, free_bytes=2 * GIB))
     monkeypatch.setattr(device, "visible", lambda environ=None: cards)
-    given = {"model_name_or_path": model, "cutoff_len": 2048}
+    given = {"model_name_or_path": model, "do_train": True, "cutoff_len": 2048}
     result = preflight.check(given)
     assert (result.verdict.word, result.device) == ("will_not_fit", cards[1])
     assert preflight.check(given, device=0).verdict.word == "fits"
@@ -144,7 +144,7 @@ def test_the_allocator_is_seen_as_the_training_will_find_it(
     for variable, value in env.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(device, "visible", lambda environ=None: (CARD,) * num_gpus)
-    result = preflight.check({"model_name_or_path": model})
+    result = preflight.check({"model_name_or_path": model, "do_train": True})
     assert result.estimate is not None
     card = Card(expandable_segments=expandable, compute_capability=(8, 9))
     assert result.estimate.reasons == (f"The estimate was asked for {card}.",)
@@ -154,13 +154,13 @@ def test_a_card_of_unknown_size_is_not_judged(model: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(
         device, "visible", lambda environ=None: (Device(name="MIG-1", total_bytes=None, free_bytes=None),)
     )
-    result = preflight.check({"model_name_or_path": model})
+    result = preflight.check({"model_name_or_path": model, "do_train": True})
     assert (result.verdict.word, result.exit_code) == ("unknown", 2)
 
 
 def test_an_unknown_architecture_is_not_judged(model: str) -> None:
     (Path(model) / "config.json").write_text(json.dumps(CONFIG | {"model_type": "unheard_of"}))
-    result = preflight.check({"model_name_or_path": model}, gpu="24GiB")
+    result = preflight.check({"model_name_or_path": model, "do_train": True}, gpu="24GiB")
     assert (result.verdict.word, result.exit_code) == ("unknown", 2)
     assert "unheard_of" in report.text(result)
 
@@ -177,7 +177,7 @@ def test_a_hub_that_cannot_be_reached_is_not_judged(
 
 
 def test_deepspeed_on_one_gpu_needs_torchrun(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"model_name_or_path": model, "deepspeed": {"zero_optimization": {"stage": 2}}}
+    given = {"model_name_or_path": model, "do_train": True, "deepspeed": {"zero_optimization": {"stage": 2}}}
     result = preflight.check(given, gpu="24GiB")
     assert "deepspeed-needs-torchrun" in ids(result.findings)
     assert result.exit_code == 2
@@ -189,7 +189,7 @@ def test_deepspeed_on_one_gpu_needs_torchrun(model: str, monkeypatch: pytest.Mon
 
 def test_a_faulty_deepspeed_plan_is_the_users_error(model: str) -> None:
     with pytest.raises(UserError, match="stage"):
-        preflight.check({"model_name_or_path": model, "deepspeed": {"zero_optimization": {"stage": 9}}}, gpu="24GiB")
+        preflight.check({"model_name_or_path": model, "do_train": True, "deepspeed": {"zero_optimization": {"stage": 9}}}, gpu="24GiB")
 
 
 def test_too_little_disk_for_checkpoints(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,7 +212,7 @@ def test_too_little_disk_for_the_weights(model: str, monkeypatch: pytest.MonkeyP
 
 
 def test_extra_arguments_are_legal_when_allowed(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = {"model_name_or_path": model, "something_of_mine": 1}
+    given = {"model_name_or_path": model, "do_train": True, "something_of_mine": 1}
     with pytest.raises(UserError, match="something_of_mine"):
         preflight.check(given, gpu="24GiB")
     monkeypatch.setenv("ALLOW_EXTRA_ARGS", "1")

@@ -85,6 +85,7 @@ def check(
         devices=devices,
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
         exact=exact,
+        trains=False,
     )
     if result.device is None and not result.run.use_cpu:
         raise UserError(
@@ -103,10 +104,12 @@ def examine(
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
     length: int | None = None,
+    trains: bool = True,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
-    `length` is that of the longest sample, once it is known; the cutoff stands for it until then.
+    `length` is that of the longest sample, once it is known; the cutoff stands for it until then. Without `trains` the
+    arguments may also be those of `chat`, `api` or `export`.
 
     Raises:
         UserError: An argument is faulty.
@@ -120,6 +123,7 @@ def examine(
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices
     decisive = None if on_cpu else cards.smallest(devices)
+    serves = not trains and _serves(run)
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
     found: list[Finding] = []
@@ -138,9 +142,12 @@ def examine(
             shape = _shape(model.config)
             if run.deepspeed is not None:
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-            estimate = memory.estimate(placed, shape, software=software, card=card, length=length)
+            if serves:
+                estimate = memory.inference_estimate(placed, shape, software=software, card=card)
+            else:
+                estimate = memory.estimate(placed, shape, software=software, card=card, length=length)
         answer = judge(estimate, decisive, host_budget_bytes)
-        if decisive is not None and shape is not None and answer.word in ("tight", "will_not_fit"):
+        if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(placed, shape, software, card, decisive, length=length)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
@@ -165,6 +172,7 @@ def examine(
         findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
         resolved=resolved,
         remedies=proposed,
+        serves=serves,
     )
 
 
@@ -173,6 +181,12 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         return ModelShape.from_config(config)
     except Unmodelled as error:
         raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
+
+
+def _serves(run: RunDescription) -> bool:
+    """Whether the arguments are those of `chat`, `api` or `export` and not of a training or an evaluation."""
+    works = run.do_train or run.do_eval or run.do_predict
+    return run.export_dir is not None or not (works or run.dataset or run.output_dir)
 
 
 def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:

@@ -28,7 +28,10 @@ LENGTH_DECIDES = "Going on: the data decides. It may fit with samples shorter th
 
 def text(result: Result) -> str:
     """A short report for a terminal of 80 columns, without colour."""
-    lines = [f"llamafactory-preflight {__version__}: {result.origin}", *_wrapped(_run_line(result.run), indent="")]
+    lines = [
+        f"llamafactory-preflight {__version__}: {result.origin}",
+        *_wrapped(_served_line(result.run) if result.serves else _run_line(result.run), indent=""),
+    ]
     if result.estimate is not None:
         lines += ["", *_table(result)]
     lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
@@ -148,6 +151,12 @@ def _remedy_lines(result: Result) -> list[str]:
         lines.append(f"    {remedy.line}")  # one line, to be pasted
         lines += _wrapped(f"takes {size(largest)}; costs {remedy.costs}", indent="      ")
     return lines
+
+
+def _served_line(run: RunDescription) -> str:
+    if run.export_dir is not None:
+        return f"{run.model_name_or_path}, export on {run.export_device}"
+    return f"{run.model_name_or_path}, chat or API, {run.cutoff_len} tokens and up to {run.max_new_tokens} in answer"
 
 
 def _run_line(run: RunDescription) -> str:

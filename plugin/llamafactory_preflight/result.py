@@ -51,6 +51,7 @@ class Result:
         findings: Most severe first.
         remedies: Changes with which the run fits, the least costly first; where it certainly fits, none.
         resolved: One sentence for each path that was found elsewhere than written.
+        serves: The arguments are those of `chat`, `api` or `export`.
     """
 
     origin: str
@@ -65,6 +66,7 @@ class Result:
     findings: tuple[Finding, ...]
     resolved: tuple[str, ...]
     remedies: tuple[Remedy, ...] = ()
+    serves: bool = False
 
     @property
     def exit_code(self) -> int:
