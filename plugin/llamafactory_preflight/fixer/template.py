@@ -14,6 +14,7 @@ from llamafactory_preflight.fixer.render import Style, encode, escape, pair_text
 from llamafactory_preflight.settings import EmptyThink, Turns
 from llamafactory_preflight.templates.families import Family, Mode
 from llamafactory_preflight.templates.messages import ANSWERS, Message, num_queries, to_official, to_tools
+from llamafactory_preflight.templates.ollama import modelfile
 from llamafactory_preflight.templates.thinking import (
     asked_for,
     inference_mode,
@@ -116,6 +117,12 @@ class OfficialTemplate(Template):  # type: ignore[misc]
             *tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]),
         ]
         return list(dict.fromkeys(ids))
+
+    def get_ollama_modelfile(self, tokenizer: Any) -> str:
+        """With thinking and tools where the template can be written in Go; else LLaMA-Factory's."""
+        stops = tokenizer.convert_ids_to_tokens(self.get_stop_token_ids(tokenizer))
+        made = modelfile(self.style.family, mode=self.default_mode, stops=stops)
+        return made or str(super().get_ollama_modelfile(tokenizer))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
         media = self.style.media_tokens  # those in a text are real by now
