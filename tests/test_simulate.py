@@ -77,7 +77,7 @@ def test_two_shallow_models_say_what_the_whole_model_says() -> None:
     run = RunDescription(**{name: getattr(LORA, name) for name in LORA.__slots__} | changes)
     from llamafactory_preflight.simulate.trace import trace
 
-    whole = trace(run, shallow.read(config), card=HOPPER, ends=6).peaks()
+    whole = trace(run, shallow.read(config), card=HOPPER, front=6, back=0).peaks()
     fullest = max(peak.num_bytes for name, peak in whole.items() if name.startswith("forward_backward"))
     assert extrapolated.phases["forward_backward"] == fullest
 
@@ -176,8 +176,15 @@ def test_depths_differ_by_one_period_and_fit_the_real_depth(
     assert (depths.small, depths.large, depths.real) == (small, large, layers)
 
 
+@pytest.mark.parametrize(("trained", "front", "back"), [(4, 1, 5), (-4, 5, 1)])
+def test_every_layer_that_freeze_tuning_trains_is_watched(trained: int, front: int, back: int) -> None:
+    run = RunDescription(finetuning_type="freeze", freeze_trainable_layers=trained)
+    depths = shallow.choose(shallow.read(QWEN3_06B), run)
+    assert (depths.small, depths.front, depths.back) == (6, front, back)
+
+
 def test_components_are_extrapolated_one_by_one() -> None:
-    depths = shallow.Depths(small=2, large=3, ends=1, real=10)
+    depths = shallow.Depths(small=2, large=3, front=1, back=1, real=10)
     small = {"load/load": Peak(num_bytes=30, components={"weights": 20, "buffers": 10})}
     large = {"load/load": Peak(num_bytes=35, components={"weights": 25, "buffers": 10})}
     peak = shallow.extrapolate(small, large, depths)["load/load"]

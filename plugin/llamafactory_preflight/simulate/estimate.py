@@ -69,7 +69,7 @@ def estimate(
         full = shallow.read(config)
         depths = shallow.choose(full, run)
         small, large = (
-            trace(run, shallow.with_depth(full, depth), card=card, ends=depths.ends).peaks()
+            trace(run, shallow.with_depth(full, depth), card=card, front=depths.front, back=depths.back).peaks()
             for depth in (depths.small, depths.large)
         )
     stretches = shallow.extrapolate(small, large, depths)

@@ -61,8 +61,8 @@ def wrap_forward(model: nn.Module, run: RunDescription) -> None:
 
 
 @contextmanager
-def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int) -> Iterator[None]:
-    """Cuts forward and backward into stretches: one for each of the first and last `ends` layers, one for the rest.
+def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, front: int, back: int) -> Iterator[None]:
+    """Cuts forward and backward into stretches: one for each of the first and last layers, one for the rest.
 
     A stretch's peak is then linear in the number of layers, which that of the whole pass need not be: the peak may
     move from the loss to the first layers' gradients as a model deepens.
@@ -71,9 +71,9 @@ def watched_layers(layers: nn.ModuleList, tracker: StorageTracker, *, ends: int)
     count = len(layers)
 
     def position(index: int) -> str:
-        if index < ends:
+        if index < front:
             return f"layer {index}"
-        return f"layer {index - count}" if index >= count - ends else "layers between"
+        return f"layer {index - count}" if index >= count - back else "layers between"
 
     for index, layer in enumerate(layers):
 

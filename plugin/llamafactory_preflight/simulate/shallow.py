@@ -18,11 +18,12 @@ _PER_LAYER_LISTS = ("layer_types", "no_rope_layers", "mlp_layer_types")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Depths:
-    """Two depths to simulate, and how many layers at either end of the model are watched one by one."""
+    """Two depths to simulate, and how many layers at the front and at the back are watched one by one."""
 
     small: int
     large: int
-    ends: int
+    front: int
+    back: int
     real: int
 
 
@@ -49,12 +50,14 @@ def choose(config: Any, run: RunDescription) -> Depths:
     text = config.get_text_config()
     real = text.num_hidden_layers
     period = _period(text)
-    special = abs(run.freeze_trainable_layers) if run.finetuning_type == "freeze" else 0
-    small = special + max(period, 2)
+    trained = run.freeze_trainable_layers if run.finetuning_type == "freeze" else 0
+    small = abs(trained) + max(period, 2)
     small += (real - small) % period
     if small + period >= real:
-        return Depths(small=real, large=real, ends=real, real=real)
-    return Depths(small=small, large=small + period, ends=small // 2, real=real)
+        return Depths(small=real, large=real, front=real, back=0, real=real)
+    others = small - abs(trained)
+    front = others // 2 - min(trained, 0)
+    return Depths(small=small, large=small + period, front=front, back=small - front, real=real)
 
 
 def _period(text: Any) -> int:

@@ -17,14 +17,15 @@ from llamafactory_preflight.simulate.card import CARD, CardMode, cuda_properties
 from llamafactory_preflight.simulate.storage import StorageTracker
 
 
-def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> StorageTracker:
+def trace(run: RunDescription, config: Any, *, card: Card, front: int, back: int) -> StorageTracker:
     """Simulates loading, optimizer steps and an evaluation batch.
 
     Args:
         run: The run.
         config: The transformers config of a model shallow enough to be simulated as a whole.
         card: The card.
-        ends: Layers at either end that are stretches of their own.
+        front: First layers that are stretches of their own.
+        back: Last layers that are.
 
     Returns:
         The tracker with its whole log.
@@ -62,7 +63,7 @@ def trace(run: RunDescription, config: Any, *, card: Card, ends: int) -> Storage
         loop.wrap_forward(network, run)
         steps = optimizer.build(network, run)
         layers = model.decoder_layers(network, text.num_hidden_layers)
-        stack.enter_context(loop.watched_layers(layers, tracker, ends=ends))
+        stack.enter_context(loop.watched_layers(layers, tracker, front=front, back=back))
         loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text))
         if evaluates(run):
             loop.evaluate(network, run, tracker)
