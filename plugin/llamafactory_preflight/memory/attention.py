@@ -101,11 +101,17 @@ def eager(ops: Ops, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, call: Attenti
     k, v = repeat(ops, k, call), repeat(ops, v, call)
     scores = matmul(ops, q, k, call.scores)
     scores = ops.scale(scores)
-    masked = ops.empty(scores.numel, dtypes.promote(scores.dtype, mask.dtype))
-    scores = ops.link(masked, (scores,), (), lambda grad, saved: (grad,))
+    scores = _masked(ops, scores, mask)
     probabilities = softmax(ops, scores)
     probabilities = ops.cast(probabilities, q.dtype if ops.autocast_dtype is None else ops.autocast_dtype)
     return matmul(ops, probabilities, v, call.query_size)
+
+
+def _masked(ops: Ops, scores: Tensor, mask: Tensor) -> Tensor:
+    """Scores + mask, in the type that both promote to."""
+    out = ops.empty(scores.numel, dtypes.promote(scores.dtype, mask.dtype))
+    size, same = scores.nbytes, out.dtype == scores.dtype
+    return ops.link(out, (scores,), (), lambda grad, saved: (grad if same else ops.storage(size),))
 
 
 def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:

@@ -79,7 +79,8 @@ class Builder:
         """The trained model's layers in groups of a kind.
 
         The first layer stands alone where it differs from those behind it: its input needs no gradient without
-        checkpointing, and stays alive as a leaf when the others' inputs go to the host.
+        checkpointing, stays alive as a leaf when the others' inputs go to the host, and is in the checkpoint's type
+        where the others' are float32, because autocast has another.
         """
         count, run = self.shape.num_layers, self.run
         if run.finetuning_type == "freeze":
@@ -89,7 +90,8 @@ class Builder:
                 parts = [(True, 1), (True, trained - 1), (False, count - trained)]
         else:
             full = run.finetuning_type == "full"
-            alone = checkpointing_kind(run) in ("off", "host")
+            mixed = self.precision.autocast not in (None, self.precision.loaded)
+            alone = checkpointing_kind(run) in ("off", "host") or mixed
             parts = [(full, 1), (full, count - 2), (full, 1)] if alone else [(full, count - 1), (full, 1)]
         unwindowed = replace(inputs, mask=None if batch.mask == "none" else inputs.mask)
         return [
@@ -156,7 +158,7 @@ class Builder:
         mask = {
             "none": None,
             "boolean": (numel, BOOL),
-            "additive": (numel if self.run.neat_packing else batch.length**2, self.precision.compute),
+            "additive": (numel, self.precision.compute if self.run.neat_packing else hidden),
         }[self._mask_kind(batch)]
         return Inputs(
             call=AttentionCall(

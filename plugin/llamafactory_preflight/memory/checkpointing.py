@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 from llamafactory_preflight.memory.ops import Ops
@@ -38,18 +39,21 @@ class _EnoughSavedError(Exception):
 
 
 class _Frame:
-    """One layer's functions, whose saved tensors are made again when the first of them is asked for."""
+    """One layer's functions, whose saved tensors are made again when the first of them is asked for.
+
+    Functions outside of the graph that a gradient takes are gone by then, and what they saved is not kept again.
+    """
 
     def __init__(self, ops: Ops, layer: Layer, x: Tensor) -> None:
         self.ops, self.layer, self.x = ops, layer, x
-        self.nodes: list[Node] = []
+        self.nodes: list[weakref.ref[Node]] = []
         self.done = False
 
     def drop(self, node: Node) -> None:
         """Forgets what a function saved; it asks for it before its backward."""
         node.saved = ()
         node.recompute = self.restore
-        self.nodes.append(node)
+        self.nodes.append(weakref.ref(node))
 
     def restore(self) -> None:
         """Runs the layer again and hands every function what it had saved."""
@@ -61,7 +65,9 @@ class _Frame:
 
         def keep(node: Node) -> None:
             nonlocal left
-            next(pending).saved = node.saved
+            original = next(pending)()
+            if original is not None:
+                original.saved = node.saved
             left -= 1
             if not left:
                 raise _EnoughSavedError

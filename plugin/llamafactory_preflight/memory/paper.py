@@ -104,7 +104,7 @@ Backward = Callable[["Storage", "tuple[Storage, ...]"], Gradients]
 class Node:
     """A function in the autograd graph: what it saved, where its gradients go, and how it makes them."""
 
-    __slots__ = ("backward", "order", "parents", "recompute", "saved")
+    __slots__ = ("__weakref__", "backward", "order", "parents", "recompute", "saved")
 
     def __init__(
         self, order: int, parents: tuple[Node | None, ...], saved: tuple[Storage, ...], backward: Backward | None
