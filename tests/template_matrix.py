@@ -66,6 +66,7 @@ VARIANTS = (
     Variant(id="3.5 small", chat_template="qwen3_5_nothink", template="qwen3_5"),
     Variant(id="3.5 large", chat_template="qwen3_5_think", template="qwen3_5"),
     Variant(id="3.6", chat_template="qwen3_6", template="qwen3_6"),
+    Variant(id="3.8", chat_template="qwen3_8", template="qwen3_6"),
 )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import unicodedata
 import uuid
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from template_matrix import END_OF_TEXT, IM_END, VARIANTS, Situation, Variant, answer, expected, result, sharegpt, user
@@ -205,7 +206,11 @@ def test_an_unknown_enable_thinking_is_refused(factory: Factory) -> None:
 
 
 def test_template_null(factory: Factory, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from llamafactory.data.template import TEMPLATES
+
     for name in ("qwen3", "qwen3_5_think", "qwen3_thinking_2507"):
+        if name == "qwen3_5_think" and "qwen3_5" not in TEMPLATES:  # then there is nothing to put in its place
+            continue
         monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates[name])
         template = factory.template(None)
         ids, _ = template.encode_oneturn(
@@ -222,7 +227,11 @@ def test_template_null(factory: Factory, chat_templates: dict[str, str], monkeyp
 def test_the_family_s_own_names_are_switched(
     factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from llamafactory.data.template import TEMPLATES
+
     monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    if name not in TEMPLATES:
+        pytest.skip(f"this LLaMA-Factory has no template {name}")
     (row,) = factory.rows([sharegpt([user("q"), PLAIN])], name=name)
     assert factory.text(row["input_ids"]) == NO_THINK_PROMPT + "a<|im_end|>"
     assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in capsys.readouterr().err
@@ -279,6 +288,52 @@ def test_off_says_nothing(
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "off")
     assert factory.template() is TEMPLATES["qwen3"]
     assert "preflight" not in capsys.readouterr().err
+
+
+def test_a_fault_of_ours_leaves_llamafactory_s_template(
+    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    for broken in ("templates.families.recognise", "fixer.compare.audit"):  # before and after LLaMA-Factory's own call
+        with monkeypatch.context() as patch:
+            patch.setattr(f"llamafactory_preflight.{broken}", lambda *_: 1 / 0)
+            patch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+            assert factory.template() is TEMPLATES["qwen3"], broken
+            assert "is left out (ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_llamafactory_s_own_errors_stay(factory: Factory) -> None:
+    with pytest.raises(ValueError, match="Template none_such does not exist"):
+        factory.template("none_such")
+
+
+def test_where_llamafactory_is_right_nothing_changes(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A LLaMA-Factory that renders as the official template does is not replaced."""
+    from llamafactory.data.template import TEMPLATES
+
+    official = factory.template()
+    monkeypatch.setitem(TEMPLATES, "qwen3", dataclasses.replace(official, purpose="train"))
+    from llamafactory_preflight.fixer import compare
+
+    assert compare.audit(TEMPLATES["qwen3"], official, factory.tokenizer)[0].id == "served"
+    chosen = compare.audit(Both(official), official, factory.tokenizer)
+    assert chosen == []
+
+
+class Both:
+    """A template that is right for training and serving."""
+
+    def __init__(self, official: Any) -> None:
+        self.served = official
+        self.trained = dataclasses.replace(official, purpose="train")
+
+    def encode_oneturn(self, *args: Any) -> Any:
+        return self.served.encode_oneturn(*args)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.trained, name)
 
 
 def test_nothing_of_llamafactory_s_is_changed(factory: Factory) -> None:
@@ -481,9 +536,12 @@ def test_random_conversations(
     system: str | None,
 ) -> None:
     """Whatever is said, every answer is trained once, after the official prompt, and the text is the official one."""
+    from llamafactory.data.template import TEMPLATES
+
     from llamafactory_preflight.fixer.choose import for_stage
     from llamafactory_preflight.fixer.prepare import Preparation
 
+    assume(variant.template in TEMPLATES)
     monkeypatch.setattr(tokenizer, "chat_template", chat_templates[variant.chat_template])
     messages = [message for exchange in exchanges for message in exchange]
     tools = any("tool_calls" in message for message in messages)

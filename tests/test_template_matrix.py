@@ -12,6 +12,7 @@ Six questions per cell:
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections import Counter
 from collections.abc import Iterator
@@ -145,9 +146,16 @@ def served_as_trained(
     rows: list[dict[str, Any]],
     wanted: list[Expected],
 ) -> bool:
-    """Whether the chat page asks for each answer with the prompt that was trained."""
+    """Whether the chat page asks for each answer with the prompt that was trained.
+
+    A model that was trained without thinking has said nothing with reasoning before.
+    """
     row = rows[0]
     messages = [*row["_prompt"], *row["_response"]]
+    if variant.enable_thinking is False:
+        messages = [
+            message | {"content": re.sub(r"(?s)^.*</think>\n*", "", message["content"])} for message in messages
+        ]
     ends = [end for end, message in enumerate(messages) if message["role"] in ("assistant", "function")]
     if len(ends) != len(wanted):
         return False
@@ -159,6 +167,15 @@ def served_as_trained(
         ids, _ = template.encode_oneturn(tokenizer, conversation, row["_system"] or None, row["_tools"] or None)
         same &= tokenizer.decode(ids) == want.prompt
     return same
+
+
+@pytest.fixture(autouse=True)
+def known_to_llamafactory(request: pytest.FixtureRequest) -> None:
+    from llamafactory.data.template import TEMPLATES
+
+    variant = getattr(request.node, "callspec", SimpleNamespace(params={})).params.get("variant")
+    if variant is not None and variant.template not in TEMPLATES:
+        pytest.skip(f"this LLaMA-Factory has no template {variant.template}")
 
 
 @pytest.mark.parametrize(("variant", "case"), CELLS, ids=[f"{variant.id}-{case.id}" for variant, case in CELLS])
@@ -181,8 +198,12 @@ def test_table(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pyte
         + " |",
         "|" + "---|" * (5 + len(QUESTIONS)),
     ]
+    from llamafactory.data.template import TEMPLATES
+
     totals: Counter[str] = Counter()
-    for variant in VARIANTS:
+    variants = [variant for variant in VARIANTS if variant.template in TEMPLATES]
+    num_cells = len(variants) * len(SITUATIONS)
+    for variant in variants:
         official = chat_templates[variant.chat_template]
         passed: Counter[str] = Counter()
         for case in SITUATIONS:
@@ -194,12 +215,12 @@ def test_table(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pyte
             passed.update(question for question in QUESTIONS if alone[question])
         lines.append(_line(variant.id, len(SITUATIONS), passed))
         totals.update(passed)
-    lines.append(_line("all", len(CELLS), totals))
+    lines.append(_line("all", num_cells, totals))
     REPORT.parent.mkdir(exist_ok=True)
     REPORT.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    assert totals["fixed"] == len(CELLS)
-    assert totals["alone"] < len(CELLS) / 2
+    assert totals["fixed"] == num_cells
+    assert totals["alone, but for stop tokens"] < num_cells / 2
 
 
 def _line(name: str, num_cells: int, passed: Counter[str]) -> str:

@@ -137,7 +137,9 @@ class OfficialTemplate(Template):  # type: ignore[misc]
 
     def _content(self, message: Message) -> str:
         content: str = message["content"] or ""
-        return split_answer(content).text if message["role"] in ANSWERS and self._asked() is False else content
+        is_dataset = self.purpose == "train" or self.cutoff_len is not None  # in a chat, history is what it is
+        strips = is_dataset and message["role"] in ANSWERS and self._asked() is False
+        return split_answer(content).text if strips else content
 
     def _asked(self) -> bool | None:
         return asked_for(self.enable_thinking)  # read each time: the chat page sets it while the model is loaded
