@@ -160,11 +160,21 @@ def test_packing(factory: Factory) -> None:
     ("turns", "trained"),
     [("split", [["a1"], ["a2"], ["a3"]]), ("last", [["a3"]]), ("concat", [["a1", "a2", "a3"]])],
 )
-def test_turns(factory: Factory, monkeypatch: pytest.MonkeyPatch, turns: str, trained: list[list[str]]) -> None:
+def test_turns(
+    factory: Factory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    turns: str,
+    trained: list[list[str]],
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_TURNS", turns)
     messages = [message for n in "123" for message in (user(f"q{n}"), answer(f"a{n}"))]
     rows = factory.rows([sharegpt(messages)])
     assert [factory.text(row["labels"]).split("<|im_end|>")[:-1] for row in rows] == trained
+    lengths = [len(row["input_ids"]) for row in rows]
+    cost = f"1 conversations became 3 samples and {sum(lengths)} tokens instead of about {lengths[-1]}"
+    assert (cost in capsys.readouterr().err) == (turns == "split")
 
 
 def test_mask_history_trains_the_last_answer(factory: Factory) -> None:

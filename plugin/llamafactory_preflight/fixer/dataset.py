@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -25,19 +25,19 @@ class Tally:
 
     Attributes:
         num_samples: Conversations.
-        num_rows: Samples that they became.
         num_think: Trained answers with reasoning.
         num_no_think: Trained answers without.
         lost: Indices of samples that are left out, by reason.
         odd: Indices of samples that are kept although something is strange.
+        rows: Of each sample that is kept, the conversation that it comes from.
     """
 
     num_samples: int = 0
-    num_rows: int = 0
     num_think: int = 0
     num_no_think: int = 0
     lost: dict[str, list[int]] = field(default_factory=dict)
     odd: dict[str, list[int]] = field(default_factory=dict)
+    rows: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, rows: Iterable[dict[str, Any]]) -> Tally:
@@ -47,7 +47,8 @@ class Tally:
         for row in rows:
             index = row[prepare.INDEX]
             tally.num_samples += index != before
-            tally.num_rows += not row[prepare.LOST]
+            if not row[prepare.LOST]:
+                tally.rows.append(index)
             tally.num_think += row[prepare.THINK]
             tally.num_no_think += row[prepare.NO_THINK]
             for reason, found in ((row[prepare.LOST], tally.lost), (row[prepare.ODD], tally.odd)):
@@ -55,6 +56,11 @@ class Tally:
                     found.setdefault(reason, []).append(index)
             before = index
         return tally
+
+    @property
+    def num_rows(self) -> int:
+        """Samples that the conversations became."""
+        return len(self.rows)
 
     @property
     def num_lost(self) -> int:
@@ -115,14 +121,22 @@ def _report(tally: Tally, template: OfficialTemplate, *, is_eval: bool, is_strea
         session.say(
             f"{tally.num_lost / tally.num_samples:.0%} of the data for {which} is lost. Look at the lines above"
         )
+
+
+def _tell_cost(tally: Tally, lengths: Sequence[int]) -> None:
+    """What taking conversations apart costs, once it is known how long the samples are."""
     grown = tally.num_rows / max(1, tally.num_samples - tally.num_lost)
-    if grown > 1 and not is_streamed:
-        session.say(
-            f"{tally.num_samples} conversations became {tally.num_rows} samples for {which}, because an earlier "
-            f"answer is served otherwise than the last one. An epoch has {grown:.2f} times the steps, and mixing "
-            "ratios count answers. LLAMAFACTORY_TEMPLATE_TURNS=last trains the last answers only, =concat all of them "
-            "in one text"
-        )
+    if grown <= 1:
+        return
+    tokens = ""
+    if len(lengths) == len(tally.rows):  # not packed
+        last = dict(zip(tally.rows, lengths, strict=True))  # the last sample of a conversation holds the others
+        tokens = f" and {sum(lengths)} tokens instead of about {sum(last.values())}"
+    session.say(
+        f"{tally.num_samples} conversations became {tally.num_rows} samples{tokens}, because an earlier answer is "
+        f"served otherwise than the last one. An epoch has {grown:.2f} times the steps, and mixing ratios count "
+        "answers. LLAMAFACTORY_TEMPLATE_TURNS=last trains the last answers only, =concat all of them in one text"
+    )
 
 
 def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, processor: Any) -> None:
@@ -162,6 +176,7 @@ def _without_empty(result: Any, tally: Tally, *, is_streamed: bool) -> Any:
         return result.filter(_is_full)
     chunks = result.data.column(column).chunks
     lengths = [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
+    _tell_cost(tally, lengths)
     full = [position for position, length in enumerate(lengths) if length]
     num_empty = len(lengths) - len(full)
     if not num_empty:
