@@ -84,7 +84,6 @@ class ModelShape:
     output_bias: bool
     mlp_bias: bool
     dtype: str
-    max_position_embeddings: int
     sliding_window: int | None = None
     num_full_attention_layers: int = 0
     moe: MoeShape | None = None
@@ -142,7 +141,6 @@ class ModelShape:
             output_bias=attention_bias if family.qkv_bias is None else False,
             mlp_bias=bool(config.get("mlp_bias", False)),
             dtype=str(config.get("dtype") or config.get("torch_dtype") or "float32"),
-            max_position_embeddings=config.get("max_position_embeddings") or 0,
             sliding_window=_sliding_window(config),
             num_full_attention_layers=_full_attention_layers(config),
             moe=_moe(config) if family.moe else None,

@@ -50,7 +50,6 @@ class Linear:
     quantization: Quantization | None = None
     lora: Lora | None = None
     oft: Oft | None = None
-    has_bias: bool = False
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """Runs the layer on a batch of rows."""

@@ -227,7 +227,6 @@ class Builder:
             quantization=self._quantization(),
             lora=self._lora(name, linear) if lora else None,
             oft=self._oft(name, linear) if oft else None,
-            has_bias=linear.bias,
         )
 
     def _quantization(self) -> Quantization | None:

@@ -94,7 +94,7 @@ class Experts:
 
     def _weighted(self, ops: Ops, x: Tensor, scores: Tensor) -> Tensor:
         """X * scores, one score a row, both with a gradient."""
-        out = ops.empty(x.numel, dtypes.promote(x.dtype, x.dtype))
+        out = ops.empty(x.numel, x.dtype)
         size, scores_size = x.nbytes, scores.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:

@@ -104,12 +104,6 @@ def embedding_numel(shape: ModelShape) -> int:
     return shape.vocab_size * shape.hidden_size
 
 
-def total_numel(shape: ModelShape) -> int:
-    """Elements of the whole model."""
-    heads = 1 if shape.tie_word_embeddings else 2
-    return shape.num_layers * layer_numel(shape) + heads * embedding_numel(shape) + shape.hidden_size
-
-
 def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShape]:
     """The linear modules of a layer that get an adapter; `all` is what LLaMA-Factory's find_all_linear_modules finds.
 
