@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, NoReturn
 
 import jinja2
 
@@ -46,13 +48,24 @@ class Style:
         return tuple(token for token in self.special_tokens if is_media and ("vision" in token or "_pad" in token))
 
 
+@lru_cache(maxsize=8)
+def _compiled(chat_template: str) -> jinja2.Template:
+    """The template as transformers compiles it, but for the sandbox: it is an official one, known by its hash."""
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    environment.globals["raise_exception"] = _refuse
+    return environment.from_string(chat_template)
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise jinja2.TemplateError(reason)
+
+
 _GENERATION_PROMPTS: dict[tuple[Style, Mode], str] = {}
 
 
-def chat_text(
-    style: Style, tokenizer: Any, messages: Sequence[Message], tools: Any, *, mode: Mode, is_prompt: bool
-) -> str:
-    """The text of a conversation, by `apply_chat_template`.
+def chat_text(style: Style, messages: Sequence[Message], tools: Any, *, mode: Mode, is_prompt: bool) -> str:
+    """The text of a conversation, the one that `apply_chat_template` gives.
 
     Raises:
         BrokenSample: The template refuses the conversation.
@@ -61,13 +74,8 @@ def chat_text(
     if style.preserve:
         options["preserve_thinking"] = True
     try:
-        text: str = tokenizer.apply_chat_template(
-            list(messages),
-            tools=tools,
-            chat_template=style.chat_template,
-            add_generation_prompt=is_prompt,
-            tokenize=False,
-            **options,
+        text: str = _compiled(style.chat_template).render(
+            messages=list(messages), tools=tools, add_generation_prompt=is_prompt, **options
         )
     except jinja2.TemplateError as error:
         raise BrokenSample(f"the chat template refuses it: {error}") from None
@@ -75,13 +83,12 @@ def chat_text(
 
 
 def pair_texts(
-    style: Style, tokenizer: Any, before: Sequence[Message], answer: Message, tools: Any, *, mode: Mode, follows: bool
+    style: Style, before: Sequence[Message], answer: Message, tools: Any, *, mode: Mode, follows: bool
 ) -> tuple[str, str]:
     """A prompt and what is trained after it, from one rendering of both.
 
     Args:
         style: How to render.
-        tokenizer: Has `apply_chat_template`.
         before: What stands before the answer.
         answer: The answer.
         tools: The tools.
@@ -91,28 +98,27 @@ def pair_texts(
     if mode == "no_think" and answer.get("reasoning_content"):
         answer = answer | {"reasoning_content": ""}
     lead = [_QUESTION, _EARLIER_ANSWER] if follows else []
-    full = chat_text(style, tokenizer, [*lead, *before, answer], tools, mode=mode, is_prompt=False)
+    full = chat_text(style, [*lead, *before, answer], tools, mode=mode, is_prompt=False)
     full = full.partition(_EARLIER + IM_END)[2] if follows else full
     # No text can hold a header, because what looks like one is escaped.
-    prompt = full[: full.rindex(_HEADER)] + _generation_prompt(style, tokenizer, mode)
+    prompt = full[: full.rindex(_HEADER)] + _generation_prompt(style, mode)
     if full.startswith(prompt):
         text = full[len(prompt) :].removesuffix("\n")
     else:  # without a question of the user, the templates render an answer in another way than its prompt
-        prompt = chat_text(style, tokenizer, [*lead, *before], tools, mode=mode, is_prompt=True)
+        prompt = chat_text(style, [*lead, *before], tools, mode=mode, is_prompt=True)
         prompt = prompt.partition(_EARLIER + IM_END)[2] if follows else prompt
-        text = pair_texts(style, tokenizer, [_QUESTION], answer, None, mode=mode, follows=False)[1]
+        text = pair_texts(style, [_QUESTION], answer, None, mode=mode, follows=False)[1]
     if style.loss_on_reasoning or mode == "no_think" or THINK_END not in text:
         return prompt, text
     reasoning, end, said = text.partition(THINK_END)
     return prompt + reasoning + end, said
 
 
-def _generation_prompt(style: Style, tokenizer: Any, mode: Mode) -> str:
+def _generation_prompt(style: Style, mode: Mode) -> str:
     known = _GENERATION_PROMPTS.get((style, mode))
     if known is None:
         question, prompt = (
-            chat_text(style, tokenizer, [_QUESTION], None, mode=mode, is_prompt=is_prompt)
-            for is_prompt in (False, True)
+            chat_text(style, [_QUESTION], None, mode=mode, is_prompt=is_prompt) for is_prompt in (False, True)
         )
         known = _GENERATION_PROMPTS[style, mode] = prompt.removeprefix(question)
     return known

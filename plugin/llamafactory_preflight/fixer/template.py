@@ -187,7 +187,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
     def _pair(
         self, tokenizer: Any, before: list[Message], answer: Message, tools: Any, *, mode: Mode, follows: bool
     ) -> Pair:
-        texts = pair_texts(self.style, tokenizer, before, answer, tools, mode=mode, follows=follows)
+        texts = pair_texts(self.style, before, answer, tools, mode=mode, follows=follows)
         prompt, trained = encode(self.style, tokenizer, texts)
         return prompt, trained
 

@@ -93,12 +93,6 @@ def expert_tensors(shape: ModelShape) -> list[int]:
     return [moe.num_experts * hidden, 2 * per_projection, per_projection]
 
 
-def layer_numel(shape: ModelShape) -> int:
-    """Elements of one decoder layer."""
-    linears = sum(x.numel + x.out_features * x.bias for x in layer_linears(shape).values())
-    return linears + sum(layer_norms(shape).values()) + sum(expert_tensors(shape))
-
-
 def embedding_numel(shape: ModelShape) -> int:
     """Elements of the input embedding (and of an untied head)."""
     return shape.vocab_size * shape.hidden_size
