@@ -368,3 +368,5 @@ def test_the_command_tells_a_chat_from_a_training_by_its_arguments(tmp_path: Pat
     assert [result.serves for result in (chat, export, training)] == [True, True, False]
     assert "chat or API" in report.text(chat) and "export on auto" in report.text(export)
     assert chat.estimate is not None and chat.estimate.phases["optimizer_step"] == 0
+    simulated = preflight.check(base, gpu="80GiB", exact=True)
+    assert simulated.verdict.word == "unknown" and "--exact simulates trainings" in simulated.verdict.reasons[0]

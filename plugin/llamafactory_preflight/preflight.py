@@ -136,6 +136,8 @@ def examine(
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
+        if exact and serves:
+            raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
         if exact:
             estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
