@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ class SideFile(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The dataset is tokenized by now, so the tokenizer is no longer part of a fingerprint."""
-        if session.CURRENT.record is not None and kwargs.get("processing_class") is not None:
-            keep_files(kwargs["processing_class"])
+        tokenizer = kwargs.get("processing_class")
+        if session.CURRENT.record is not None and tokenizer is not None:
+            _fail_open(lambda: keep_files(tokenizer))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After a checkpoint was written."""
@@ -39,8 +41,17 @@ class SideFile(TrainerCallback):
 
 
 def _write(state: Any, folder: str | Path) -> None:
-    if session.CURRENT.record is not None and state.is_world_process_zero:
-        record.write(folder, session.CURRENT.record)
+    made = session.CURRENT.record
+    if made is not None and state.is_world_process_zero:
+        _fail_open(lambda: record.write(folder, made))
+
+
+def _fail_open(step: Callable[[], None]) -> None:
+    """A training or an export is never lost to us."""
+    try:
+        step()
+    except Exception as error:
+        session.say(f"a step of saving is left out ({type(error).__name__}: {error})")
 
 
 def fix_end_tokens(model: Any, tokenizer: Any) -> list[str]:
@@ -90,7 +101,11 @@ def _original(name: str) -> str | None:
 
 def _save(tokenizer: Any, saved_by: Any, originals: dict[str, str], folder: Any, *args: Any, **kwargs: Any) -> Any:
     written = saved_by(tokenizer, folder, *args, **kwargs)
-    target = Path(folder)
+    _fail_open(lambda: _restore(tokenizer, originals, Path(folder)))
+    return written
+
+
+def _restore(tokenizer: Any, originals: dict[str, str], target: Path) -> None:
     for name in TOKENIZER_FILES:
         if name in originals:
             data = Path(originals[name]).read_bytes()
@@ -103,7 +118,6 @@ def _save(tokenizer: Any, saved_by: Any, originals: dict[str, str], folder: Any,
             _update(target / name, tokenizer, template="chat_template.jinja" not in originals)
     if "chat_template.jinja" in originals:
         (target / "chat_template.jinja").write_text(tokenizer.chat_template, encoding="utf-8")
-    return written
 
 
 def _update(path: Path, tokenizer: Any, *, template: bool) -> None:
