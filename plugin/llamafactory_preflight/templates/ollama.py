@@ -83,7 +83,7 @@ def template(family: Family, *, mode: Mode) -> str:
         _prompt_end(family, mode),
         "{{- end -}}",
     ]
-    return "".join([*_last_query(), *system, *messages, *prompt, "{{- end -}}"])
+    return "".join([*_last_query(), *system, *messages, *prompt])
 
 
 def _text(text: str) -> str:
