@@ -12,7 +12,7 @@ import pytest
 
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT = re.compile(r"^llamafactory-preflight( [\d.]+)?: ", re.MULTILINE)
+REPORT = re.compile(r"^llamafactory-preflight( [\d.]+)?: (?!template: )", re.MULTILINE)
 PRESETS = sorted(ROOT.glob("presets/*.yaml"))
 # LLaMA-Factory's own parser reads a file; our finder is taken out of the process first, so this is what it does alone.
 PLAIN_PARSER = """
