@@ -189,7 +189,10 @@ def test_deepspeed_on_one_gpu_needs_torchrun(model: str, monkeypatch: pytest.Mon
 
 def test_a_faulty_deepspeed_plan_is_the_users_error(model: str) -> None:
     with pytest.raises(UserError, match="stage"):
-        preflight.check({"model_name_or_path": model, "do_train": True, "deepspeed": {"zero_optimization": {"stage": 9}}}, gpu="24GiB")
+        preflight.check(
+            {"model_name_or_path": model, "do_train": True, "deepspeed": {"zero_optimization": {"stage": 9}}},
+            gpu="24GiB",
+        )
 
 
 def test_too_little_disk_for_checkpoints(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,9 +141,7 @@ POINTS = (
     PatchPoint(
         module="llamafactory.data.converter", attribute="get_dataset_converter", around=_repairing("converter")
     ),
-    PatchPoint(
-        module="llamafactory.data.loader", attribute="_get_dataset_processor", around=_repairing("processor")
-    ),
+    PatchPoint(module="llamafactory.data.loader", attribute="_get_dataset_processor", around=_repairing("processor")),
     PatchPoint(
         module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
     ),
