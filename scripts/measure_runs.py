@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 
-os.environ.update(
-    PYTORCH_NVML_BASED_CUDA_CHECK="1",  # looking for a card must not start CUDA before the fork
-    DISABLE_VERSION_CHECK="1",
-    HF_HUB_OFFLINE="1",
-    TOKENIZERS_PARALLELISM="false",
-    TRANSFORMERS_VERBOSITY="error",
-    LLAMAFACTORY_VERBOSITY="WARN",
-    LLAMAFACTORY_PREFLIGHT="off",
-    HF_DATASETS_DISABLE_PROGRESS_BARS="1",
-    WANDB_DISABLED="true",
-)
+ENVIRONMENT = {
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looking for a card must not start CUDA before the fork
+    "DISABLE_VERSION_CHECK": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "LLAMAFACTORY_VERBOSITY": "WARN",
+    "LLAMAFACTORY_PREFLIGHT": "off",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "WANDB_DISABLED": "true",
+}
 GIB = 2**30
 ROOT = Path(os.environ.get("MEASURE_ROOT", Path(tempfile.gettempdir()) / "measure"))
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system", "user", "assistant", "story"]
@@ -263,6 +263,7 @@ def main() -> None:
     parser.add_argument("--card-gib", type=float, default=132)
     options = parser.parse_args()
     plan = json.loads(options.cases.read_text())
+    os.environ.update(ENVIRONMENT)
     _import_all_but_llamafactory()
     used = {case["model"] for case in plan["cases"]}
     for name, config in plan["models"].items():
