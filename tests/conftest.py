@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +110,17 @@ def tokenizer(tiny_model: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="module")
+def no_datasets_cache() -> Iterator[None]:
+    """Nothing is kept, so nothing needs a fingerprint: hashing the tokenizer takes seconds in every cell."""
+    import datasets
+
+    datasets.disable_caching()
+    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.fingerprint.Hasher.hash", lambda *_: uuid.uuid4().hex)
+        yield
+    datasets.enable_caching()
+    datasets.enable_progress_bars()

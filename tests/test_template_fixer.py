@@ -6,8 +6,6 @@ import copy
 import dataclasses
 import json
 import unicodedata
-import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,17 +17,7 @@ from hypothesis import strategies as st
 from template_matrix import END_OF_TEXT, IM_END, VARIANTS, Situation, Variant, answer, expected, result, sharegpt, user
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_cache() -> Iterator[None]:
-    import datasets
-
-    datasets.disable_caching()
-    datasets.disable_progress_bars()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.fingerprint.Hasher.hash", lambda *_: uuid.uuid4().hex)
-        yield
-    datasets.enable_caching()
-    datasets.enable_progress_bars()
+pytestmark = pytest.mark.usefixtures("no_datasets_cache")
 
 
 @pytest.fixture

@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import os
 import re
-import uuid
 from collections import Counter
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,18 +30,7 @@ LINE_BREAK = 198
 REPORT = Path(__file__).resolve().parents[1] / "saves" / "template_matrix.md"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def no_cache() -> Iterator[None]:
-    """Nothing is kept, so nothing needs a fingerprint: hashing the tokenizer takes seconds in every cell."""
-    import datasets
-
-    datasets.disable_caching()
-    datasets.disable_progress_bars()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("datasets.fingerprint.Hasher.hash", lambda *_: uuid.uuid4().hex)
-        yield
-    datasets.enable_caching()
-    datasets.enable_progress_bars()
+pytestmark = pytest.mark.usefixtures("no_datasets_cache")
 
 
 def trained(
