@@ -132,6 +132,8 @@ def examine(
         assert run.model_name_or_path is not None
         model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
         found += findings.disk_for_weights(model)
+        if given.get("trust_remote_code") and model.config.get("auto_map"):
+            raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
         family = FAMILIES.get(str(model.config.get("model_type")))
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import schema
+from llamafactory_preflight import judged, schema
 from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.software import Software
 
@@ -30,16 +30,13 @@ class RunDescription:
     adapter_name_or_path: tuple[str, ...] = ()
     model_revision: str = "main"
     cache_dir: str | None = None
-    trust_remote_code: bool = False
     resize_vocab: bool = False
-    rope_scaling: str | None = None
     flash_attn: str = "auto"
     shift_attn: bool = False
     mixture_of_depths: str | None = None
     use_unsloth: bool = False
     use_unsloth_gc: bool = False
     enable_liger_kernel: bool = False
-    moe_aux_loss_coef: float | None = None
     disable_gradient_checkpointing: bool = False
     use_reentrant_gc: bool = True
     upcast_layernorm: bool = False
@@ -50,12 +47,7 @@ class RunDescription:
     use_kt: bool = False
     quantization_method: str = "bnb"
     quantization_bit: int | None = None
-    quantization_type: str = "nf4"
     double_quantization: bool = True
-    image_max_pixels: int = 768 * 768
-    image_min_pixels: int = 32 * 32
-    video_max_pixels: int = 256 * 256
-    video_maxlen: int = 128
     # data
     template: str | None = None
     dataset: tuple[str, ...] = ()
@@ -65,9 +57,7 @@ class RunDescription:
     cutoff_len: int = 2048
     packing: bool | None = None
     neat_packing: bool = False
-    streaming: bool = False
     val_size: float = 0.0
-    max_samples: int | None = None
     preprocessing_num_workers: int | None = None
     # method
     stage: str = "sft"
@@ -80,16 +70,11 @@ class RunDescription:
     lora_rank: int = 8
     lora_target: tuple[str, ...] = ("all",)
     lora_dropout: float = 0.0
-    loraplus_lr_ratio: float | None = None
-    use_rslora: bool = False
     use_dora: bool = False
     pissa_init: bool = False
-    pissa_convert: bool = False
     create_new_adapter: bool = False
     oft_rank: int = 0
     oft_block_size: int = 32
-    oft_target: tuple[str, ...] = ("all",)
-    module_dropout: float = 0.0
     use_llama_pro: bool = False
     freeze_vision_tower: bool = True
     freeze_multi_modal_projector: bool = True
@@ -97,21 +82,13 @@ class RunDescription:
     use_dft_loss: bool = False
     use_asft_loss: bool = False
     use_eaft_loss: bool = False
-    compute_accuracy: bool = False
     # preference and reinforcement stages
     pref_loss: str = "sigmoid"
     pref_ftx: float = 0.0
     ref_model: str | None = None
-    ref_model_adapters: str | None = None
-    ref_model_quantization_bit: int | None = None
-    reward_model: str | None = None
-    reward_model_type: str = "lora"
-    reward_model_quantization_bit: int | None = None
-    ppo_buffer_size: int = 1
     max_new_tokens: int = 1024
     # optimizer
     optim: str | None = None
-    optim_target_modules: str | None = None
     max_grad_norm: float = 1.0
     use_galore: bool = False
     galore_target: tuple[str, ...] = ("all",)
@@ -122,8 +99,6 @@ class RunDescription:
     apollo_rank: int = 16
     apollo_layerwise: bool = False
     use_badam: bool = False
-    badam_mode: str = "layer"
-    badam_update_ratio: float = 0.05
     use_adam_mini: bool = False
     use_muon: bool = False
     # loop
@@ -141,10 +116,8 @@ class RunDescription:
     torch_compile: bool = False
     neftune_noise_alpha: float | None = None
     label_smoothing_factor: float = 0.0
-    torch_empty_cache_steps: int | None = None
     eval_strategy: str = "no"
     eval_accumulation_steps: int | None = None
-    prediction_loss_only: bool = False
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     use_cpu: bool = False
@@ -165,13 +138,14 @@ class RunDescription:
     export_dir: str | None = None
     export_device: str = "cpu"
     infer_backend: str = "huggingface"
+    # arguments that are set and may change memory in a way that no formula knows
+    unmodelled: tuple[str, ...] = ()
 
 
 POSITIVE = frozenset(
     {
         "cutoff_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "ppo_buffer_size", "max_samples",
-        "preprocessing_num_workers",
+        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers",
     }
 )  # fmt: skip
 LARGEST = 2**31 - 1  # No count of a run that could start is larger.
@@ -194,7 +168,8 @@ def from_arguments(
     known = schema.load()
     problems = dict(known.problems(arguments, allow_extra=allow_extra)) if known else {}
     values: dict[str, Any] = {}
-    for field in fields(RunDescription):
+    read = [field for field in fields(RunDescription) if field.name != "unmodelled"]
+    for field in read:
         if field.name not in arguments or field.name in problems:
             continue
         try:
@@ -205,7 +180,9 @@ def from_arguments(
         problems["model_name_or_path"] = UserError("`model_name_or_path` is missing")
     if problems:
         raise _together(list(problems.values()), origin)
-    return RunDescription(**(values | dict(_implied(values, software=software, known=known))))
+    values |= dict(_implied(values, software=software, known=known))
+    values["unmodelled"] = tuple(judged.unmodelled(arguments, read={field.name for field in read}))
+    return RunDescription(**values)
 
 
 def _implied(

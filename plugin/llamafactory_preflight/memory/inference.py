@@ -58,7 +58,7 @@ def inference_estimate(
     )  # fmt: skip
     card = card or Card()
     ledger = Ledger(expandable_segments=card.expandable_segments)
-    item = min(dtypes.size(precision(run, shape).loaded), dtypes.size(BFLOAT16))
+    item = _item(run, precision(run, shape).loaded)
     weights = _weights(run, shape, item, ledger)
     keeps = quantization(run, shape) is not None and bool(run.adapter_name_or_path)
     adapters = statics.total(statics.adapter_groups(run, shape)) * dtypes.size(FLOAT32) if _adapts(run) else 0
@@ -83,6 +83,12 @@ def inference_estimate(
         tokens=batch.tokens + run.max_new_tokens,
         remarks=(f"The prompt is {batch.tokens} tokens, the answer up to {run.max_new_tokens}.",),
     )
+
+
+def _item(run: RunDescription, loaded: int) -> int:
+    """Bytes of an element: float32 is turned to 16 bit unless `infer_dtype` asks for it; an export writes that type."""
+    wide = run.infer_dtype == "float32" and (loaded == FLOAT32 or run.export_dir is not None)
+    return dtypes.size(FLOAT32 if wide else BFLOAT16)
 
 
 def _adapts(run: RunDescription) -> bool:

@@ -86,6 +86,9 @@ def optimizer_memory(
     if run.galore_layerwise or run.apollo_layerwise:
         raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
     if run.use_galore or run.use_apollo:
+        targets = run.galore_target if run.use_galore else run.apollo_target
+        if run.optim != "adamw_torch" or targets != ("all",):
+            raise Unmodelled("GaLore and APOLLO have a formula for `optim: adamw_torch` and all linear layers only")
         rank = run.galore_rank if run.use_galore else run.apollo_rank
         return _low_rank(groups, trained, rank, block, keeps_factor=run.use_galore and trained == FLOAT32)
     if run.use_muon:

@@ -35,6 +35,8 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
     names = [f"`{name}`" for name in OTHER_CODE if getattr(run, name)]
     if names:
         yield f"Runs with {', '.join(names)} have no formula yet"
+    if run.unmodelled:
+        yield f"What {', '.join(f'`{name}`' for name in run.unmodelled)} does to memory has no formula"
     if run.deepspeed is not None:
         yield "What DeepSpeed shards and moves to the host has no formula yet"
     if run.stage == "ppo":

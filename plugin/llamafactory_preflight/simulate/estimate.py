@@ -120,9 +120,8 @@ def _fullest(stretches: Mapping[str, Peak], phase: str) -> str:
 def _refuse_other_loops(run: RunDescription, config: Mapping[str, Any]) -> None:
     if run.stage not in ("pt", "sft"):
         raise Unmodelled(f"The simulation does not follow the loop of stage `{run.stage}`")
-    for name in NOT_FOLLOWED:
-        if getattr(run, name):
-            raise Unmodelled(f"The simulation does not follow `{name}`")
+    for name in (*(name for name in NOT_FOLLOWED if getattr(run, name)), *run.unmodelled):
+        raise Unmodelled(f"The simulation does not follow `{name}`")
     if run.quantization_bit is not None and run.quantization_method not in ("bnb", "bitsandbytes"):
         raise Unmodelled(f"The simulation does not follow the kernels of `{run.quantization_method}`")
     if config.get("quantization_config"):
