@@ -11,6 +11,7 @@ from typing import Any
 
 DISTRIBUTION = "llamafactory-preflight"
 DATA_INFO = "dataset_info.json"
+MEDIA = ("images", "videos", "audios")
 
 
 def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -33,18 +34,27 @@ def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[
     names = dataset_names(arguments)
     folder = arguments.get("dataset_dir", "data")
     if names and isinstance(folder, str) and not folder.startswith("REMOTE:") and folder != "ONLINE":
-        changes |= _find("dataset_dir", folder, beside, lambda path: names <= datasets_in(path))
+        changes |= _find("dataset_dir", folder, beside, lambda path: names <= datasets_in(path).keys())
     sentences = tuple(f"`{key}` was found {place}: {found}" for key, (found, place) in changes.items())
     return dict(arguments) | {key: str(found) for key, (found, _) in changes.items()}, sentences
 
 
-def datasets_in(folder: Path) -> set[str]:
-    """Names that a dataset folder's `dataset_info.json` defines; empty where there is none."""
+def datasets_in(folder: Path) -> dict[str, Any]:
+    """What a dataset folder's `dataset_info.json` says of each data set by its name; empty where there is none."""
     try:
         loaded = json.loads((folder / DATA_INFO).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return set()
-    return set(loaded) if isinstance(loaded, dict) else set()
+        return {}
+    return loaded if isinstance(loaded, dict) else {}
+
+
+def datasets_with_media(arguments: Mapping[str, Any]) -> list[str]:
+    """Names of a run's data sets that bring images, videos or sound, as far as `dataset_info.json` tells."""
+    folder = arguments.get("dataset_dir", "data")
+    known = datasets_in(Path(folder)) if isinstance(folder, str) else {}
+    entries = {name: known.get(name) for name in dataset_names(arguments)}
+    columns = {name: entry.get("columns") for name, entry in entries.items() if isinstance(entry, dict)}
+    return sorted(name for name, given in columns.items() if isinstance(given, dict) and any(map(given.get, MEDIA)))
 
 
 def pack_folder() -> Path | None:

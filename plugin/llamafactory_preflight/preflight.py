@@ -134,6 +134,8 @@ def examine(
         found += findings.disk_for_weights(model)
         if given.get("trust_remote_code") and model.config.get("auto_map"):
             raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
+        if "vision_config" in model.config and (media := paths.datasets_with_media(resolved_arguments)):
+            raise Unmodelled(f"What the images of {', '.join(media)} take has no formula yet")
         family = FAMILIES.get(str(model.config.get("model_type")))
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)

@@ -110,7 +110,7 @@ def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
     source = _folder() / str(preset.arguments.get("dataset_dir", "data"))
     names = paths.dataset_names(preset.arguments)
     folder = target / source.name
-    if names <= paths.datasets_in(folder):
+    if names <= paths.datasets_in(folder).keys():
         return {}
     info = json.loads((source / paths.DATA_INFO).read_text(encoding="utf-8"))
     chosen = {name: info[name] for name in sorted(names)}

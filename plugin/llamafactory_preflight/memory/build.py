@@ -80,14 +80,15 @@ class Builder:
 
         The first layer stands alone where it differs from those behind it: its input needs no gradient without
         checkpointing, stays alive as a leaf when the others' inputs go to the host, and is in the checkpoint's type
-        where the others' are float32, because autocast has another.
+        where the others' are float32, because autocast has another. So does the last: its backward runs while all
+        others still hold what they keep.
         """
         count, run = self.shape.num_layers, self.run
         if run.finetuning_type == "freeze":
             trained = min(abs(run.freeze_trainable_layers), count)
             parts = [(False, count - trained), (True, trained - 1), (True, 1)]
             if run.freeze_trainable_layers < 0:
-                parts = [(True, 1), (True, trained - 1), (False, count - trained)]
+                parts = [(True, 1), (True, trained - 1), (False, count - trained - 1), (False, 1)]
         else:
             full = run.finetuning_type == "full"
             mixed = self.precision.autocast not in (None, self.precision.loaded)
