@@ -86,7 +86,7 @@ def replay(folder: Path) -> Iterator[Row]:
     )
     for case in plan["cases"]:
         result = measured.get(case["id"])
-        if result is None or not (result["ok"] or result.get("out_of_memory")):
+        if result is None or not (_trained(case, result) or result.get("out_of_memory")):
             continue
         try:
             estimate = prepare(case, plan["models"])()
@@ -95,13 +95,19 @@ def replay(folder: Path) -> Iterator[Row]:
         yield _row(case, result, estimate, early.get(case["id"], {}).get("peak_allocated_bytes"))
 
 
+def _trained(case: dict[str, Any], result: dict[str, Any]) -> bool:
+    """Whether all steps were made: LLaMA-Factory may still fail to save a reward model whose weights are tied."""
+    steps = result.get("step_peak_allocated_gib", [])
+    return result["ok"] or len(steps) == (DEFAULTS | case["args"])["max_steps"]
+
+
 def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, beforehand: int | None) -> Row:
     cap = round(case["cap_gib"] * GIB) if "cap_gib" in case else None
     word = verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=cap).word if cap else None
     evaluation = result.get("evaluate_peak_allocated_gib")
     return Row(
         id=case["id"],
-        measured=round(result["peak_allocated_gib"] * GIB) if result["ok"] else None,
+        measured=round(max(result["step_peak_allocated_gib"]) * GIB) if _trained(case, result) else None,
         predicted=estimate.peak_allocated_bytes,
         low=estimate.low_bytes,
         high=estimate.high_bytes,
