@@ -1,8 +1,8 @@
 """Runs real LLaMA-Factory trainings without model weights, one after the other or loading side by side.
 
-What `verify_presets.py` and `compare_speed.py` share. A run is a process, or one for each GPU, forked from one that has
-imported what takes long. Several load at a time, as many as fit the card; their training steps take turns, so that
-their speed is that of a card of their own.
+What `verify_presets.py` and `compare_speed.py` share. A run is a process, or one for each GPU, forked from one that
+has imported what takes long. Several load at a time, as many as fit the card; their training steps take turns, so
+that their speed is that of a card of their own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import measure_runs
 from measure_runs import GIB, ROOT
 
 
-ENVIRONMENT = measure_runs.ENVIRONMENT | {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "OMP_NUM_THREADS": "4"}
+ENVIRONMENT = measure_runs.ENVIRONMENT | {
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    "OMP_NUM_THREADS": "4",
+}
 CONTEXT_GIB = 0.7
 
 
@@ -40,7 +42,9 @@ class Run:
         one_gpu: Whether all of them are on the first GPU.
         cap_gib: What the allocator of each process may take, or None.
         need_gib: What to set aside for it on the first GPU meanwhile.
-        keep: A folder that it leaves behind, for a run that goes on from there.
+        keeps_output: Whether what it saved stays, for a run that goes on from there.
+        seconds: Stop after the step at which so many have passed since the first one; None runs to the last step.
+        counts: Whether to count samples and tokens without padding.
     """
 
     name: str
@@ -49,7 +53,9 @@ class Run:
     one_gpu: bool = False
     cap_gib: float | None = None
     need_gib: float = 16.0
-    keep: Path | None = None
+    keeps_output: bool = False
+    seconds: float | None = None
+    counts: bool = False
     row: dict[str, Any] = field(default_factory=dict)
 
 
@@ -102,6 +108,25 @@ class _Turn:
             fcntl.flock(self.file, fcntl.LOCK_UN)
 
 
+def _count(*, packed: bool) -> list[Any]:
+    """Makes the Trainer count what passes through it: samples, tokens, and tokens with padding, in all so far."""
+    from transformers import Trainer
+
+    counted: list[Any] = [0, 0, 0]
+    step = Trainer.training_step
+
+    def training_step(self: Any, model: Any, inputs: Any, *rest: Any, **named: Any) -> Any:
+        tokens = inputs["input_ids"]
+        ends = (tokens == measure_runs.WORDS.index("<|im_end|>")).sum()  # of the question and of the answer
+        counted[0] += ends // 2 if packed else len(tokens)
+        counted[1] += (tokens != measure_runs.WORDS.index("<|endoftext|>")).sum()  # which fills up
+        counted[2] += tokens.numel()
+        return step(self, model, inputs, *rest, **named)
+
+    Trainer.training_step = training_step
+    return counted
+
+
 def _train(run: Run, rank: int) -> dict[str, Any]:
     import torch
     from llamafactory.train import tuner
@@ -109,6 +134,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
 
     result: dict[str, Any] = {}
     turn = _Turn(rank == 0)
+    counted = _count(packed=bool(run.arguments.get("neat_packing"))) if run.counts else ()
 
     def peak() -> float:
         torch.cuda.synchronize()
@@ -129,8 +155,11 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
             result.setdefault("step_peaks_gib", []).append(peak())
             now = time.perf_counter()
             result.setdefault("step_seconds", []).append(round(now - self.last, 4))
+            result.setdefault("counted", []).append([int(number) for number in counted])
             self.last = now
-            if state.global_step >= state.max_steps:
+            if run.seconds is not None and sum(result["step_seconds"][1:]) >= run.seconds:
+                control.should_training_stop = True
+            if control.should_training_stop or state.global_step >= state.max_steps:
                 result["steps"] = state.global_step
                 turn.give_back()
 
@@ -160,7 +189,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
 
 
 def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
-    """What torchrun would set. Processes on one GPU claim to be on hosts of their own, as NCCL refuses them otherwise."""
+    """What torchrun would set. Processes on one GPU claim hosts of their own, as NCCL refuses them otherwise."""
     if run.num_gpus == 1 and "deepspeed" not in run.arguments:
         return {"MASTER_PORT": str(port)}
     local = 0 if run.one_gpu else rank
@@ -246,7 +275,7 @@ def run_all(
                 running.pop(other)
             siblings = []
         if not siblings:
-            if run.keep is None:
+            if not run.keeps_output:
                 shutil.rmtree(run.arguments["output_dir"], ignore_errors=True)
             done(run, _outcome(run))
     return []

@@ -3,9 +3,10 @@
 usage: python scripts/verify_presets.py [PRESET ...] [--jobs N] [--one-gpu] [--accumulate N] [--resume] [--json]
 
 The models have the real shapes and random weights, so nothing is downloaded; every sample is as long as the preset
-allows. A preset trains for four optimizer steps, evaluates if it says so, and saves. Presets load side by side and take
-turns to train; only `--jobs 1` leaves the card entirely to one at a time. What got through is not run again unless the
-preset changed or `--fresh` is given. Exit code 1: one failed, did not fit, or took other memory than predicted.
+allows. A preset trains for four optimizer steps, evaluates if it says so, and saves. Presets load side by side and
+take turns to train; only `--jobs 1` leaves the card entirely to one at a time. What got through is not run again
+unless the preset changed or `--fresh` is given. Exit code 1: one failed, did not fit, or took other memory than
+predicted.
 `--resume` instead trains a 0.6B model with every DeepSpeed preset for two steps, and goes on from what that saved.
 """
 
@@ -20,17 +21,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 import measure_runs
 import preset_runs
 import qwen3_shapes
-from measure_runs import GIB, ROOT
-from preset_runs import CONTEXT_GIB, Run
-from tqdm import tqdm
-
 from llamafactory_preflight import preflight, presets
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.presets import Preset
+from measure_runs import GIB, ROOT
+from preset_runs import CONTEXT_GIB, Run
 
 
 STEPS = 4
@@ -38,8 +39,8 @@ AGREEMENT = 0.02
 LEAST_USE = 0.8
 SMALL = "Qwen/Qwen3-0.6B"
 REPLACED: dict[str, Any] = {
-    "max_steps": STEPS, "preprocessing_num_workers": 1, "overwrite_cache": True, "plot_loss": False, "report_to": "none",
-    "disable_tqdm": True, "logging_steps": 1, "dataloader_num_workers": 0,
+    "max_steps": STEPS, "preprocessing_num_workers": 1, "overwrite_cache": True, "plot_loss": False,
+    "report_to": "none", "disable_tqdm": True, "logging_steps": 1, "dataloader_num_workers": 0,
 }  # fmt: skip
 
 
@@ -62,9 +63,9 @@ def run_of(preset: Preset, options: argparse.Namespace, card: dict[str, Any], *,
         given["gradient_accumulation_steps"] = min(options.accumulate, given["gradient_accumulation_steps"])
     if "deepspeed" in given:
         given["deepspeed"] = str(preset.file.parent.parent / given["deepspeed"])
-    predicted = _predicted(given, preset, card)
+    peak = predicted(given, preset, card)
     states = 2 * _num_weights(folder) if "paged" in str(given.get("optim")) else 0
-    each = (predicted or preset.usable_bytes) / GIB + CONTEXT_GIB + 0.5 + (states / GIB if preset.method == "full" else 0)
+    each = (peak or preset.usable_bytes) / GIB + CONTEXT_GIB + 0.5 + (states / GIB if preset.method == "full" else 0)
     return Run(
         name=preset.name,
         arguments=given,
@@ -72,7 +73,7 @@ def run_of(preset: Preset, options: argparse.Namespace, card: dict[str, Any], *,
         one_gpu=card["count"] < preset.num_gpus,
         cap_gib=preset.usable_bytes / GIB,
         need_gib=each * (preset.num_gpus if card["count"] < preset.num_gpus else 1),
-        row={"predicted_gib": predicted and round(predicted / GIB, 4)},
+        row={"predicted_gib": peak and round(peak / GIB, 4)},
     )
 
 
@@ -81,7 +82,7 @@ def _num_weights(folder: Path) -> int:
     return (folder / "model.safetensors").stat().st_size // 2
 
 
-def _predicted(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> int | None:
+def predicted(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> int | None:
     """Predicted peak of the fullest card in bytes; None where the run is not modelled."""
     device = Device(
         name=card["name"],
@@ -187,9 +188,8 @@ def verify(chosen: list[Preset], options: argparse.Namespace, card: dict[str, An
 
 def table(rows: list[dict[str, Any]]) -> str:
     """All rows below a header."""
-    header = (
-        f"{'preset':28}{'cap GiB':>8}{'predicted':>11}{'measured':>10}{'reserved':>10}{'host':>8}{'tokens/s':>10}  verdict"
-    )
+    header = f"{'preset':28}{'cap GiB':>8}{'predicted':>11}{'measured':>10}{'reserved':>10}{'host':>8}{'tokens/s':>10}"
+    header += "  verdict"
     return "\n".join([header, *(line(row) for row in sorted(rows, key=lambda row: str(row["name"])))])
 
 
@@ -200,7 +200,12 @@ def resume(chosen: list[Preset], options: argparse.Namespace, card: dict[str, An
         whole = run_of(preset, options, card, model=SMALL)
         folder = ROOT / "out" / f"{preset.name}.resume"
         shutil.rmtree(folder, ignore_errors=True)
-        steps: dict[str, Any] = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2, "cutoff_len": 1024}
+        steps: dict[str, Any] = {
+            "output_dir": str(folder),
+            "save_strategy": "steps",
+            "save_steps": 2,
+            "cutoff_len": 1024,
+        }
         steps |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
         steps["dataset_dir"] = str(measure_runs.write_data("sft", 1024)[0])
         first = Run(
@@ -208,7 +213,7 @@ def resume(chosen: list[Preset], options: argparse.Namespace, card: dict[str, An
             arguments=whole.arguments | steps | {"max_steps": 2},
             num_gpus=whole.num_gpus,
             one_gpu=whole.one_gpu,
-            keep=folder,
+            keeps_output=True,
         )
         again = Run(
             name=f"{preset.name}.resumed",

@@ -90,7 +90,9 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for file in (ROOT / "presets").glob("*gb_*.yaml"):
         text = file.read_text(encoding="utf-8")
-        new = re.sub(r"^# Measured: .*$", lambda _: measured_line(file.stem, record), text, count=1, flags=re.MULTILINE)
+        new = re.sub(
+            r"^# Measured: .*$", lambda _: measured_line(file.stem, record), text, count=1, flags=re.MULTILINE
+        )
         file.write_text(new, encoding="utf-8")
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]

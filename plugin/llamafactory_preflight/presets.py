@@ -18,8 +18,8 @@ from llamafactory_preflight.units import GIB
 
 ANY = "any"
 RECORD = "measured.json"
-# What the allocator may use on the smallest common card of a tier, in GiB: its total memory as torch reports it without
-# the CUDA context. 12: RTX 3060, 16: T4, 24: A10 and L4, 32: V100, 40 and 80: A100, 48: L40S with ECC.
+# What the allocator may use on the smallest common card of a tier, in GiB: its total memory as torch reports it
+# without the CUDA context. 12: RTX 3060, 16: T4, 24: A10 and L4, 32: V100, 40 and 80: A100, 48: L40S with ECC.
 USABLE_GIB = {12: 11.0, 16: 14.0, 24: 21.5, 32: 31.0, 40: 38.6, 48: 43.8, 80: 78.3}
 
 
