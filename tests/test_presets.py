@@ -12,8 +12,9 @@ from llamafactory_preflight.errors import UserError
 def test_every_yaml_of_the_pack_is_a_preset_smaller_cards_first(root: Path) -> None:
     found = presets.available()
     assert {preset.name for preset in found} == {file.stem for file in (root / "presets").glob("*.yaml")}
-    tiers = [0 if preset.tier == "any" else int(preset.tier.split()[0]) for preset in found]
-    assert tiers == sorted(tiers)
+    order = [(preset.num_gpus, preset.tier_gb) for preset in found]
+    assert order == sorted(order)
+    assert all((preset.usable_bytes > 0) == (preset.tier != "any") for preset in found)
 
 
 @pytest.mark.parametrize("name", ["cpu_smoke", "cpu_smoke.yaml"])

@@ -6,12 +6,15 @@ import os
 from collections.abc import Sequence
 
 from llamafactory_preflight import device, host, preflight, presets, report
-from llamafactory_preflight.device import Device
+from llamafactory_preflight.device import Device, smallest
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.presets import Preset
+from llamafactory_preflight.result import Result
 
 
-HEADER = ("preset", "tier", "model", "method", "context", "peak", "fits here")
+_MARGIN = 0.985
+"""A measured run needs no wider bounds than these: slack of the allocator, and another card's workspaces."""
+HEADER = ("preset", "tier", "model", "method", "context", "measured", "here", "fits here")
 
 
 def lines(chosen: Sequence[Preset]) -> list[str]:
@@ -25,21 +28,33 @@ def lines(chosen: Sequence[Preset]) -> list[str]:
 def _row(preset: Preset, devices: tuple[Device, ...], host_budget_bytes: int | None) -> tuple[str, ...]:
     given = preset.arguments
     model = str(given.get("model_name_or_path", "")).rpartition("/")[2]
-    method = ("q" if given.get("quantization_bit") else "") + str(given.get("finetuning_type", "lora"))
-    peak, fits = "-", "no GPU"
+    measured = report.size(preset.measured.peak_bytes) if preset.measured else "-"
+    known = (preset.name, preset.tier, model, preset.method, str(given.get("cutoff_len", "")), measured)
     try:
         result = preflight.examine(
             given,
             origin=str(preset.file),
             beside=preset.file.parent,
-            devices=devices,
+            devices=devices[: preset.num_gpus],
             host_budget_bytes=host_budget_bytes,
             environ=os.environ | {"HF_HUB_OFFLINE": "1", "USE_MODELSCOPE_HUB": "0"},
         )
     except UserError:
-        return (preset.name, preset.tier, model, method, str(given.get("cutoff_len", "")), peak, "unknown")
-    if result.estimate is not None:
-        peak = report.size(result.estimate.peak_allocated_bytes)
-    if devices or result.run.use_cpu or preset.tier == presets.ANY:
-        fits = result.verdict.word.replace("_", " ")
-    return (preset.name, preset.tier, model, method, str(result.run.cutoff_len), peak, fits)
+        return (*known, "-", "unknown")
+    peak = report.size(result.estimate.peak_allocated_bytes) if result.estimate else "-"
+    return (*known, peak, _fits(preset, result, devices))
+
+
+def _fits(preset: Preset, result: Result, devices: tuple[Device, ...]) -> str:
+    """In a word or two; where the run is not modelled or the model not in the cache, by what was measured."""
+    if not devices and not result.run.use_cpu and preset.tier != presets.ANY:
+        return "no GPU"
+    if devices and len(devices) < preset.num_gpus:
+        return f"needs {preset.num_gpus} GPUs"
+    if any(finding.id == "no-bf16" for finding in result.findings):
+        return "no bf16 here"
+    if result.verdict.word != "unknown" or preset.measured is None or not devices:
+        return result.verdict.word.replace("_", " ")
+    least = smallest(devices[: preset.num_gpus])
+    free = (least.free_bytes or 0) - least.context_bytes
+    return "fits, as measured" if preset.measured.peak_bytes < free * _MARGIN else "will not fit, as measured"

@@ -13,9 +13,29 @@ from typing import Any
 
 from llamafactory_preflight import arguments, paths
 from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight.units import GIB
 
 
 ANY = "any"
+RECORD = "measured.json"
+# What the allocator may use on the smallest common card of a tier, in GiB: its total memory as torch reports it
+# without the CUDA context. 12: RTX 3060, 16: T4, 24: A10 and L4, 32: V100, 40 and 80: A100, 48: L40S with ECC.
+USABLE_GIB = {12: 11.0, 16: 14.0, 24: 21.5, 32: 31.0, 40: 38.6, 48: 43.8, 80: 78.3}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What a preset took in a real run on another card, under the memory of its own.
+
+    Attributes:
+        peak_bytes: `torch.cuda.max_memory_allocated` on the fullest GPU.
+        tokens_per_second: Of all GPUs together.
+        gpu: The card that it ran on.
+    """
+
+    peak_bytes: int
+    tokens_per_second: int
+    gpu: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,14 +45,27 @@ class Preset:
     Attributes:
         name: The file's name without suffix.
         file: Where it lies.
-        tier: The card that it is for, like `24 GB`, or `any`.
+        tier: The card that it is for, like `24 GB` or `2 x 24 GB`, or `any`.
+        tier_gb: The same as a number, or 0.
+        num_gpus: How many cards take part.
+        method: `lora`, `qlora` or `full`.
         arguments: What it sets.
+        measured: What it took, or None where nothing is recorded.
     """
 
     name: str
     file: Path
     tier: str
+    tier_gb: int
+    num_gpus: int
+    method: str
     arguments: dict[str, Any]
+    measured: Measured | None = None
+
+    @property
+    def usable_bytes(self) -> int:
+        """What the allocator may use on the smallest common card of the tier; 0 for a preset of no tier."""
+        return int(USABLE_GIB.get(self.tier_gb, 0) * GIB)
 
 
 def available() -> list[Preset]:
@@ -41,7 +74,8 @@ def available() -> list[Preset]:
     Raises:
         UserError: The pack is not installed beside the package.
     """
-    return sorted((_load(file) for file in _folder().glob("*.yaml")), key=lambda preset: (_order(preset), preset.name))
+    found = (_load(file) for file in _folder().glob("*.yaml"))
+    return sorted(found, key=lambda preset: (preset.num_gpus, preset.tier_gb, preset.name))
 
 
 def find(name: str) -> Preset:
@@ -95,14 +129,29 @@ def _folder() -> Path:
 
 
 def _load(file: Path) -> Preset:
-    match = re.match(r"(\d+)gb_", file.name)
+    given = arguments.read(file)
+    match = re.match(r"(?:(\d+)x)?(\d+)gb_", file.name)
+    num_gpus, tier_gb = (int(match[1] or 1), int(match[2])) if match else (1, 0)
     return Preset(
-        name=file.stem, file=file, tier=f"{match.group(1)} GB" if match else ANY, arguments=arguments.read(file)
+        name=file.stem,
+        file=file,
+        tier=f"{f'{num_gpus} x ' if num_gpus > 1 else ''}{tier_gb} GB" if match else ANY,
+        tier_gb=tier_gb,
+        num_gpus=num_gpus,
+        method=("q" if given.get("quantization_bit") else "") + str(given.get("finetuning_type", "lora")),
+        arguments=given,
+        measured=_measured(file),
     )
 
 
-def _order(preset: Preset) -> int:
-    return int(preset.tier.split()[0]) if preset.tier != ANY else 0
+def _measured(file: Path) -> Measured | None:
+    record = file.with_name(RECORD)
+    row = json.loads(record.read_text(encoding="utf-8")).get(file.stem) if record.is_file() else None
+    if row is None:
+        return None
+    return Measured(
+        peak_bytes=int(row["peak_gib"] * GIB), tokens_per_second=row["tokens_per_second"], gpu=str(row["gpu"])
+    )
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:

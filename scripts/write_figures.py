@@ -1,0 +1,103 @@
+"""Writes what `verify_presets.py` measured into the record, the headers of the presets and the table of the README.
+
+usage: python scripts/write_figures.py [RESULTS.jsonl]
+
+Without results it only writes headers and table again from the record, presets/measured.json.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "presets/measured.json"
+README = ROOT / "README.md"
+MARKS = ("<!-- presets: written by scripts/write_figures.py -->", "<!-- end of presets -->")
+KEPT = (
+    "peak_gib", "predicted_gib", "cap_gib", "reserved_gib", "host_gib", "tokens_per_step", "tokens_per_second",
+    "accumulation", "num_gpus", "one_gpu", "gpu",
+)  # fmt: skip
+
+
+def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
+    """The record with the runs of a file that got through; the last one of each preset counts."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["ok"] and row["tokens_per_second"]:
+            record[row["name"]] = {key: row[key] for key in KEPT}
+    return dict(sorted(record.items()))
+
+
+def measured_line(name: str, record: dict[str, Any]) -> str:
+    """The line of a preset's header that tells what was measured."""
+    row = record.get(name)
+    if row is None:
+        return "# Measured: not yet."
+    shared = ", two processes on one" if row["one_gpu"] and row["num_gpus"] > 1 else ""
+    each = " on each GPU" if row["num_gpus"] > 1 else ""
+    return (
+        f"# Measured: {row['peak_gib']:.2f} GiB{each} of the {row['cap_gib']:.1f} that the smallest such card offers; "
+        f"{row['tokens_per_second']:,} tokens a second ({row['gpu']} under that cap{shared})."
+    )
+
+
+def tokens_per_step(given: dict[str, Any], num_gpus: int) -> int:
+    """Tokens of one optimizer step on all GPUs, at full length; both answers of a pair count."""
+    micro = given["cutoff_len"] * given["per_device_train_batch_size"] * (2 if given["stage"] == "dpo" else 1)
+    return int(micro * given["gradient_accumulation_steps"] * num_gpus)
+
+
+def table(record: dict[str, Any]) -> str:
+    """The README's table of presets with a tier."""
+    lines = [
+        "| preset | model | tokens: longest, a step | measured GiB of | tokens/s |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for file in sorted((ROOT / "presets").glob("*gb_*.yaml"), key=_order):
+        given = yaml.safe_load(file.read_text(encoding="utf-8"))
+        row = record.get(file.stem)
+        peak = f"{row['peak_gib']:.2f} of {row['cap_gib']:.1f}" if row else "not yet"
+        speed = f"{row['tokens_per_second']:,}" if row else ""
+        model = given["model_name_or_path"].rpartition("/")[2]
+        step = f"{given['cutoff_len']:,}, {tokens_per_step(given, _gpus(file)):,}"
+        lines.append(f"| `presets/{file.name}` | {model} | {step} | {peak} | {speed} |")
+    return "\n".join(lines)
+
+
+def _gpus(file: Path) -> int:
+    match = re.match(r"(\d+)x", file.name)
+    return int(match[1]) if match else 1
+
+
+def _order(file: Path) -> tuple[int, int, str]:
+    match = re.search(r"(\d+)gb_", file.name)
+    assert match
+    return (_gpus(file), int(match[1]), file.name)
+
+
+def main() -> None:
+    """Writes the record if there are results, then what shows it."""
+    record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
+    for argument in sys.argv[1:]:
+        record = read_results(Path(argument), record)
+    RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    for file in (ROOT / "presets").glob("*gb_*.yaml"):
+        text = file.read_text(encoding="utf-8")
+        new = re.sub(
+            r"^# Measured: .*$", lambda _: measured_line(file.stem, record), text, count=1, flags=re.MULTILINE
+        )
+        file.write_text(new, encoding="utf-8")
+    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
+    after = rest.split(MARKS[1])[1]
+    README.write_text(f"{before}{MARKS[0]}\n{table(record)}\n{MARKS[1]}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
