@@ -8,13 +8,13 @@ from llamafactory_preflight.memory import dtypes, inference, optimizers, prefere
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
-from llamafactory_preflight.memory.host import host_bytes, host_remarks
+from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_bytes, host_remarks
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.remarks import by_size, remarks
 from llamafactory_preflight.memory.result import MemoryEstimate, bounds
-from llamafactory_preflight.memory.sharding import Ranks, ddp_bucket_bytes
+from llamafactory_preflight.memory.sharding import NCCL_BYTES, Ranks, ddp_bucket_bytes
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -158,27 +158,41 @@ class Estimator:
             }
         return phases, split
 
-    def host(self, split: Mapping[str, int]) -> int:
-        """Main memory of all processes here."""
+    def host(self, split: Mapping[str, int]) -> HostNeed:
+        """Main memory of all processes here; only the first one saves."""
         inputs = self.shape.num_layers * self.batch.tokens * self.shape.hidden_size
-        return self.ranks.local * host_bytes(
-            self.run,
-            trained=self.gradients,
-            num_trained=self.gradients // dtypes.size(self.precision.trained),
-            weights=self.weights,
-            inputs=inputs * dtypes.size(self.precision.loaded),
-            peak=sum(split.values()),
-        )
+        processes = [
+            host_bytes(
+                self.run,
+                trained=self.gradients if saves else 0,
+                num_trained=self.gradients // dtypes.size(self.precision.trained),
+                weights=self.weights if saves else 0,
+                inputs=inputs * dtypes.size(self.precision.loaded),
+                peak=sum(split.values()),
+            )
+            for saves in (False, True)
+        ]
+        training = processes[0] * self.ranks.local
+        return HostNeed(training=training, saving=training - processes[0] + processes[1])
+
+    def mapped(self) -> int:
+        """Bytes of the checkpoint's files, which all processes here share while they load."""
+        vision = self.shape.vision.numel if self.shape.vision is not None else 0
+        return (statics.total(statics.model_groups(self.shape)) + vision) * dtypes.size(dtypes.named(self.shape.dtype))
 
     def result(self) -> MemoryEstimate:
         """All phases."""
         phases, split = self.phases()
+        host = self.host(split)
         return bounds(
             phases=phases,
             components=split,
             exact=not any(by_size(self.run, self.shape)),
             card=self.card,
-            host=self.host(split),
+            host=max(host.training, host.saving),
+            host_training=host.training,
+            host_mapped=0 if self.run.use_cpu else self.mapped() + self.ranks.local * PROCESS_BYTES,
+            nccl=NCCL_BYTES if self.ranks.world > 1 and not self.run.use_cpu else 0,
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
             remarks=(
                 *remarks(self.run, self.shape, self.batch),

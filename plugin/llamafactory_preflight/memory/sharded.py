@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from llamafactory_preflight.memory import dtypes, host, optimizers, sharding, statics
+from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
@@ -59,6 +59,7 @@ class _ShardedEstimator(Estimator):
         self.trained = sharding.groups(self.everything)
         self.item = dtypes.size(self.precision.trained)
         self.buckets = 0
+        self.recent = software.at_least("deepspeed", 0, 19, 6)
 
     def phases(self) -> tuple[dict[str, int], dict[str, int]]:
         """As for one GPU; of the ranks, the one with the largest peak counts in each phase."""
@@ -79,6 +80,20 @@ class _ShardedEstimator(Estimator):
         if phases["load"] > sum(split.values()):
             split = dict.fromkeys(COMPONENTS, 0) | {"weights": phases["load"]}
         return phases, split
+
+    def host(self, split: Mapping[str, int]) -> host.HostNeed:
+        """Main memory of all processes here."""
+        tied = parameters.embedding_numel(self.shape) * self.item if self.shape.tie_word_embeddings else 0
+        return host.deepspeed_host(
+            self.run,
+            self.plan,
+            self.everything,
+            self.trained,
+            self.ranks,
+            item=self.item,
+            inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
+            state_dict=self.weights + self.adapters + tied,
+        )
 
     def _ranks(self) -> Sequence[int]:
         """Ranks that may take most: shares differ below stage 3 only, by which tensors lie in them."""
@@ -177,6 +192,8 @@ class _ShardedEstimator(Estimator):
             builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
             self._run(ops, builder, self.batch)
             gradients.end_backward()
+            if coordinator is not None and self.recent:
+                coordinator.release_leftovers()
         busy = ledger.take_peak()
         if coordinator is not None:
             coordinator.release_all()
@@ -196,7 +213,7 @@ class _ShardedEstimator(Estimator):
             flat_group(group, world=world, rank=rank, round_robin=plan.round_robin_gradients)
             for group in self.trained
         ]
-        checked = 0 if self.software.at_least("deepspeed", 0, 19, 6) else OVERFLOW_BYTES
+        checked = 0 if self.recent else OVERFLOW_BYTES
         return PartitionedGradients(ledger, flat, plan, item=self.item, rank=rank, overflow_bytes=checked), None
 
 

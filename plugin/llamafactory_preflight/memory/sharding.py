@@ -11,6 +11,11 @@ from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 
+NCCL_CHANNELS = 32
+NCCL_BUFFERS = 2**19 + 640 * 120 * 8 * 8 + 2**22
+NCCL_BYTES = NCCL_CHANNELS * NCCL_BUFFERS
+"""Buffers of one ring: for each channel one of the LL, LL128 and Simple protocols (nccl/src/include/device.h and
+enqueue.cc: NCCL_LL_BUFF_SIZE, NCCL_LL128_BUFF_SIZE, NCCL_BUFFSIZE), 0.29 GiB. Not measured."""
 ENDS = -1
 """The layer of what stands around the layers."""
 Key = tuple[int, str]

@@ -108,6 +108,13 @@ class Coordinator:
             if self._may_go(state):
                 self._release(state)
 
+    def release_leftovers(self) -> None:
+        """After the backward, from DeepSpeed 0.19.6 on: what nobody let go, as its input has no gradient."""
+        for state in self.states.values():
+            if state.available and not state.persists:
+                state.active.clear()
+                self._release(state)
+
     def release_all(self) -> None:
         """Before the optimizer's step."""
         for state in self.states.values():
