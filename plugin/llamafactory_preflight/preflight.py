@@ -152,9 +152,7 @@ def examine(
             if serves:
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
-                estimate = memory.estimate(
-                    placed, shape, software=software, card=card, length=length, ranks=ranks
-                )
+                estimate = memory.estimate(placed, shape, software=software, card=card, length=length, ranks=ranks)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)

@@ -125,7 +125,8 @@ class ZeroPlan:
             overlap_comm=overlap if isinstance(overlap, bool) else stage == 3,
             reduce_scatter=section.get("reduce_scatter", True) is True,
             # DeepSpeed insists on it when it offloads.
-            contiguous_gradients=section.get("contiguous_gradients", True) is True or (optimizer != "none" and stage < 3),
+            contiguous_gradients=section.get("contiguous_gradients", True) is True
+            or (optimizer != "none" and stage < 3),
             round_robin_gradients=section.get("round_robin_gradients") is True,
             reduce_bucket_size=count("reduce_bucket_size", 500_000_000, square),
             allgather_bucket_size=count("allgather_bucket_size", 500_000_000, 500_000_000),

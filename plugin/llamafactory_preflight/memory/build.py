@@ -226,7 +226,9 @@ class Builder:
             for name, linear in parameters.layer_linears(self.shape).items()
         }
         norms = {
-            name: self._norm(name, n, trained=(trained and parameters.trains(self.run, self.shape, name)) or self.every_norm)
+            name: self._norm(
+                name, n, trained=(trained and parameters.trains(self.run, self.shape, name)) or self.every_norm
+            )
             for name, n in parameters.layer_norms(self.shape).items()
         }
         experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))

@@ -270,7 +270,11 @@ class Ops:
     def embedding(self, rows: int, weight: Weight) -> Tensor:
         """F.embedding: its backward makes a dense gradient of the whole table."""
         return self.module(
-            Tensor(0, weight.dtype, weight.storage), weight, lambda ids: self._embedding(rows, weight), name="embedding")
+            Tensor(0, weight.dtype, weight.storage),
+            weight,
+            lambda ids: self._embedding(rows, weight),
+            name="embedding",
+        )
 
     def _embedding(self, rows: int, weight: Weight) -> Tensor:
         out = self.empty(rows * weight.width, weight.dtype)

@@ -210,8 +210,7 @@ class _ShardedEstimator(Estimator):
             coordinator = Coordinator(ledger, self.everything, plan, world=world, item=self.item)
             return ShardedGradients(ledger, self.trained, plan, world=world, item=self.item), coordinator
         flat = [
-            flat_group(group, world=world, rank=rank, round_robin=plan.round_robin_gradients)
-            for group in self.trained
+            flat_group(group, world=world, rank=rank, round_robin=plan.round_robin_gradients) for group in self.trained
         ]
         checked = 0 if self.recent else OVERFLOW_BYTES
         return PartitionedGradients(ledger, flat, plan, item=self.item, rank=rank, overflow_bytes=checked), None

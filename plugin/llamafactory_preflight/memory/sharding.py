@@ -94,9 +94,7 @@ def _norm(run: RunDescription, shape: ModelShape, layer: int, name: str, numel: 
     )
 
 
-def _linear(
-    run: RunDescription, shape: ModelShape, layer: int, name: str, linear: LinearShape
-) -> Iterator[Parameter]:
+def _linear(run: RunDescription, shape: ModelShape, layer: int, name: str, linear: LinearShape) -> Iterator[Parameter]:
     trained = trains_layer(run, shape, layer) and parameters.trains(run, shape, name)
     yield Parameter(key=(layer, name), numel=linear.numel, trained=trained)
     if linear.bias:

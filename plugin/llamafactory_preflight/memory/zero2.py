@@ -142,7 +142,11 @@ class PartitionedGradients:
         """What a gradient goes through on its way to main memory, at the last micro-step."""
         if not self.boundary:
             return
-        for size in (share.mine * NORM_BYTES, share.parameter.numel * self.overflow_bytes, share.mine * dtypes.size(FLOAT32)):
+        for size in (
+            share.mine * NORM_BYTES,
+            share.parameter.numel * self.overflow_bytes,
+            share.mine * dtypes.size(FLOAT32),
+        ):
             scratch = self._storage(size, "buffers")
             del scratch
 
