@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,10 +70,14 @@ def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory
     args = DEFAULTS | case["args"] | {"model_name_or_path": case["model"], "output_dir": "out", "dataset": "rows"}
     if args.pop("with_eval_dataset", False):
         args["eval_dataset"] = "rows"
-    run = from_arguments(args, software=SOFTWARE, origin=case["id"])
+    software = replace(SOFTWARE, **case.get("software", {}))
+    run = from_arguments(args, software=software, origin=case["id"])
     expandable = "expandable_segments:True" in case.get("env", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
     card = memory.Card(compute_capability=(9, 0), expandable_segments=expandable)
-    return partial(memory.estimate, run, ModelShape.from_config(models[case["model"]]), software=SOFTWARE, card=card)
+    shape = ModelShape.from_config(models[case["model"]])
+    count = case.get("ranks", 1)
+    ranks = memory.Ranks(world=count, local=count)
+    return partial(memory.estimate, run, shape, software=software, card=card, ranks=ranks)
 
 
 def replay(folder: Path) -> Iterator[Row]:

@@ -1,12 +1,13 @@
 """Measures the true peak memory of real LLaMA-Factory runs on a CUDA card, without model weights.
 
-usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS]
+usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadline SECONDS] [--one-gpu]
 
 CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name,
-"args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve meanwhile}.
+"args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve meanwhile,
+"host_gib": the same of main memory, "ranks": processes that train together, "save": whether the model is saved}.
 Weights are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
 `cutoff_len` tokens. Each case is a process of its own, forked from one that has imported what takes long, several side
-by side within the card's memory.
+by side within the card's memory. Ranks are fresh processes (measure_ranks.py), one a GPU or all on one.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+import measure_ranks
 
 
 ENVIRONMENT = {
@@ -135,18 +138,32 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from llamafactory.train import tuner
     from transformers import Trainer, TrainerCallback
 
-    result: dict[str, Any] = {key: case[key] for key in ("id", "model", "args", "cap_gib", "env") if key in case}
+    result: dict[str, Any] = {
+        key: case[key] for key in ("id", "model", "args", "cap_gib", "env", "ranks") if key in case
+    }
+    marks: list[int] = []
+    reset = torch.cuda.reset_peak_memory_stats
+
+    def reset_noting_peak(*args: Any) -> None:
+        marks.append(torch.cuda.max_memory_allocated())
+        reset(*args)
+
+    torch.cuda.reset_peak_memory_stats = reset_noting_peak  # DeepSpeed resets it while it prepares
 
     def peak() -> float:
+        if not torch.cuda.is_available():
+            return 0.0
         torch.cuda.synchronize()
-        value = torch.cuda.max_memory_allocated() / GIB
-        torch.cuda.reset_peak_memory_stats()
+        value = max([*marks, torch.cuda.max_memory_allocated()]) / GIB
+        reset()
+        marks.clear()
         return round(value, 4)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             model = kwargs["model"]
             result["loaded_allocated_gib"] = round(torch.cuda.memory_allocated() / GIB, 4)
+            result["start_seconds"] = round(time.time() - started, 1)
             result["load_peak_allocated_gib"] = peak()
             result["trainable_params"] = sum(p.numel() for p in model.parameters() if p.requires_grad)
             torch.cuda.empty_cache()
@@ -155,6 +172,10 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             result.setdefault("step_peak_allocated_gib", []).append(peak())
             result.setdefault("step_reserved_gib", []).append(round(torch.cuda.max_memory_reserved() / GIB, 4))
+            if torch.cuda.is_available():
+                free, total = torch.cuda.mem_get_info()
+                result["card_used_gib"] = round((total - free) / GIB, 4)
+                result["card_reserved_gib"] = round(torch.cuda.memory_reserved() / GIB, 4)
             now = time.time()
             result.setdefault("step_seconds", []).append(round(now - self.last, 4))
             self.last = now
@@ -169,17 +190,20 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
 
     started = time.time()
     try:
-        torch.cuda.init()
+        if torch.cuda.is_available():
+            torch.cuda.init()
         if case.get("cap_gib"):
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(case["cap_gib"] * GIB / total)
         if case.get("snapshot"):
             torch.cuda.memory._record_memory_history(max_entries=400000)
         args = arguments(case)
-        if args["save_strategy"] == "no":
+        if args["save_strategy"] == "no" and not case.get("save"):
             Trainer.save_model = lambda *_, **__: None  # the final model would only fill the disk
         tuner.run_exp(args, callbacks=[Watch()])
         result["ok"] = True
+        if case.get("save"):
+            result["save_peak_allocated_gib"] = peak()
     except torch.cuda.OutOfMemoryError as error:
         result |= {"ok": False, "out_of_memory": str(error)[:300]}
     except BaseException as error:  # one case's failure is a row, whatever it was
@@ -189,12 +213,24 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     steps = result.get("step_peak_allocated_gib", [])
     result["peak_allocated_gib"] = max(steps) if result["ok"] else round(torch.cuda.max_memory_allocated() / GIB, 4)
     result["peak_reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 4)
+    if torch.cuda.is_available():
+        result["pinned_gib"] = round(_pinned_bytes() / GIB, 3)
     result["host_peak_rss_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
     result["wall_seconds"] = round(time.time() - started, 1)
     return result
 
 
-def run_forked(case: dict[str, Any], out: Path, port: int) -> int:
+def _pinned_bytes() -> int:
+    """Page-locked memory that torch's allocator has taken, or -1 where this torch does not count it."""
+    import torch
+
+    try:
+        return int(torch.cuda.host_memory_stats()["allocated_bytes.peak"])
+    except (AttributeError, KeyError):
+        return -1
+
+
+def run_forked(case: dict[str, Any], out: Path, port: int, *, one_gpu: bool) -> int:
     """Forks a process for one case; it appends its row to `out`."""
     pid = os.fork()
     if pid:
@@ -205,7 +241,7 @@ def run_forked(case: dict[str, Any], out: Path, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update({"MASTER_PORT": str(port), "OMP_NUM_THREADS": "2"} | case.get("env", {}))
-        row = run_case(case)
+        row = measure_ranks.run(case, port, one_gpu=one_gpu) if "ranks" in case else run_case(case)
         with open(out, "a") as file:
             file.write(json.dumps(row) + "\n")
         status = 0
@@ -213,20 +249,21 @@ def run_forked(case: dict[str, Any], out: Path, port: int) -> int:
         os._exit(status)
 
 
-def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: float, card_gib: float) -> None:
-    """Runs cases side by side, never more at once than the card holds."""
+def run_all(cases: list[dict[str, Any]], out: Path, options: argparse.Namespace) -> None:
+    """Runs cases side by side, never more at once than the card and main memory hold."""
+    limits = {"need_gib": options.card_gib, "host_gib": options.host_gib}
     started = time.time()
     running: dict[int, dict[str, Any]] = {}
     todo = sorted(cases, key=lambda case: -float(case.get("need_gib", 16)))
     for number in range(10**6):
         if not (todo or running):
             break
-        busy = sum(case.get("need_gib", 16) for case in running.values())
-        late = time.time() - started > deadline
-        fitting = [case for case in todo if not running or busy + case.get("need_gib", 16) <= card_gib]
-        if fitting and len(running) < jobs and not late:
+        late = time.time() - started > options.deadline
+        fitting = [case for case in todo if not running or _fits([*running.values(), case], limits)]
+        if fitting and len(running) < options.jobs and not late:
             todo.remove(fitting[0])
-            running[run_forked(fitting[0], out, 29500 + number % 1000)] = fitting[0]
+            pid = run_forked(fitting[0], out, 29500 + number % 1000, one_gpu=options.one_gpu)
+            running[pid] = fitting[0]
             continue
         pid, _ = os.waitpid(-1, os.WNOHANG)
         if pid:
@@ -238,6 +275,11 @@ def run_all(cases: list[dict[str, Any]], out: Path, *, jobs: int, deadline: floa
         else:
             time.sleep(0.1)
     print(f"left: {[case['id'] for case in todo]}, still running: {[case['id'] for case in running.values()]}")
+
+
+def _fits(cases: list[dict[str, Any]], limits: dict[str, float]) -> bool:
+    defaults = {"need_gib": 16, "host_gib": 4}
+    return all(sum(case.get(name, defaults[name]) for case in cases) <= limit for name, limit in limits.items())
 
 
 def _import_all_but_llamafactory() -> None:
@@ -261,15 +303,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=12)
     parser.add_argument("--deadline", type=float, default=480)
     parser.add_argument("--card-gib", type=float, default=132)
+    parser.add_argument("--host-gib", type=float, default=100)
+    parser.add_argument("--one-gpu", action="store_true", help="put all ranks of a case on the first GPU")
     options = parser.parse_args()
     plan = json.loads(options.cases.read_text())
     os.environ.update(ENVIRONMENT)
     _import_all_but_llamafactory()
+    if any("ranks" in case for case in plan["cases"]):
+        measure_ranks.build_cpu_adam()
     used = {case["model"] for case in plan["cases"]}
     for name, config in plan["models"].items():
         if name in used:
             write_model(name, config)
-    run_all(plan["cases"], options.out, jobs=options.jobs, deadline=options.deadline, card_gib=options.card_gib)
+    run_all(plan["cases"], options.out, options)
     for line in options.out.read_text().splitlines():
         row = json.loads(line)
         fault = (row.get("out_of_memory") or row.get("error") or "").strip().splitlines()

@@ -83,5 +83,8 @@ def _fits_when_short(result: Result) -> bool:
         return False
     card = preflight.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    estimate = memory.estimate(result.run, result.shape, software=result.software, card=card, length=length)
+    ranks = preflight.ranks_of(len(result.devices), env=os.environ)
+    estimate = memory.estimate(
+        result.run, result.shape, software=result.software, card=card, length=length, ranks=ranks
+    )
     return preflight.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"

@@ -140,6 +140,7 @@ def examine(
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
+        ranks = memory.Ranks() if on_cpu else ranks_of(len(devices), env=env)
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
         if exact:
@@ -151,10 +152,10 @@ def examine(
             if serves:
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
-                estimate = memory.estimate(placed, shape, software=software, card=card, length=length)
+                estimate = memory.estimate(placed, shape, software=software, card=card, length=length, ranks=ranks)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
-            proposed = _remedies(placed, shape, software, card, decisive, length=length)
+            proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
@@ -204,6 +205,14 @@ def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -
     return card if capability is None else replace(card, compute_capability=capability)
 
 
+def ranks_of(num_gpus: int, *, env: Mapping[str, str]) -> memory.Ranks:
+    """How many processes train together: torchrun tells its own, else one for each GPU on each of `NNODES` machines."""
+    given = {name: env.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
+    count = {name: int(value) for name, value in given.items() if value.isdigit() and int(value) > 0}
+    local = count.get("LOCAL_WORLD_SIZE", count.get("NPROC_PER_NODE", max(num_gpus, 1)))
+    return memory.Ranks(world=count.get("WORLD_SIZE", local * count.get("NNODES", 1)), local=local)
+
+
 def _remedies(
     run: RunDescription,
     shape: ModelShape,
@@ -212,13 +221,14 @@ def _remedies(
     decisive: Device,
     *,
     length: int | None,
+    ranks: memory.Ranks,
 ) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain."""
     return remedies.remedies(
         run,
         shape.model_type,
         software=software,
-        predict=partial(memory.estimate, shape=shape, software=software, card=card, length=length),
+        predict=partial(memory.estimate, shape=shape, software=software, card=card, length=length, ranks=ranks),
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
     )
 

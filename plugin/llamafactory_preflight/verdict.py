@@ -26,8 +26,8 @@ class Verdict:
 
 
 def needed_bytes(estimate: MemoryEstimate, *, context_bytes: int) -> int:
-    """What the card must have free: the largest phase, the allocator's slack and the CUDA context."""
-    return max(estimate.phases.values()) + estimate.slack_bytes + context_bytes
+    """What the card must have free: the largest phase, the allocator's slack, NCCL's buffers and the CUDA context."""
+    return max(estimate.phases.values()) + estimate.slack_bytes + estimate.nccl_bytes + context_bytes
 
 
 def need_bounds(estimate: MemoryEstimate, *, context_bytes: int) -> tuple[int, int]:
@@ -41,7 +41,8 @@ def need_bounds(estimate: MemoryEstimate, *, context_bytes: int) -> tuple[int, i
     low, high = (
         round(largest * bound / peak) if peak else largest for bound in (estimate.low_bytes, estimate.high_bytes)
     )
-    return low + context_bytes, high + estimate.slack_bytes + context_bytes
+    outside = context_bytes + estimate.nccl_bytes
+    return low + outside, high + estimate.slack_bytes + outside
 
 
 def judge_gpu(estimate: MemoryEstimate, *, context_bytes: int, budget_bytes: int) -> Verdict:

@@ -1,4 +1,4 @@
-"""What one process will allocate on its GPU, in closed form, without torch."""
+"""What each process will allocate on its GPU, in closed form, without torch."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from llamafactory_preflight.memory.card import Card
 from llamafactory_preflight.memory.estimate import estimate
 from llamafactory_preflight.memory.inference import inference_estimate
 from llamafactory_preflight.memory.result import MemoryEstimate
+from llamafactory_preflight.memory.sharding import Ranks
 
 
-__all__ = ["Card", "MemoryEstimate", "estimate", "inference_estimate"]
+__all__ = ["Card", "MemoryEstimate", "Ranks", "estimate", "inference_estimate"]

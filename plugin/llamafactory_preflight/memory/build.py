@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from llamafactory_preflight.memory import dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
@@ -15,6 +17,7 @@ from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.memory.sharding import ENDS, Key
 from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -23,6 +26,16 @@ from llamafactory_preflight.run import RunDescription
 ADAPTERS = ("lora", "oft")
 ID_TENSORS = 4
 """Input ids, labels, shifted labels and attention mask, 64 bit each."""
+
+
+class Gradients(Protocol):
+    """What ranks that share gradients do with them."""
+
+    def gradient(self, key: Key) -> Storage | None:
+        """What a parameter has accumulated so far and keeps."""
+
+    def receive(self, key: Key, leaf: Leaf) -> None:
+        """A parameter's gradient came."""
 
 
 class Builder:
@@ -34,13 +47,22 @@ class Builder:
         ops: The operations, with the ledger.
         fresh_gradients: Gradients are made anew in each micro-step (no accumulation), so the ledger sees them grow.
         first_step: No optimizer states exist, and kernels are tuned.
+        gradients: What takes the gradients in hand as they come, where ranks share them: every layer is then run.
     """
 
     def __init__(
-        self, run: RunDescription, shape: ModelShape, ops: Ops, *, fresh_gradients: bool, first_step: bool = False
+        self,
+        run: RunDescription,
+        shape: ModelShape,
+        ops: Ops,
+        *,
+        fresh_gradients: bool,
+        first_step: bool = False,
+        gradients: Gradients | None = None,
     ) -> None:
         self.run, self.shape, self.ops = run, shape, ops
         self.fresh_gradients, self.first_step = fresh_gradients, first_step
+        self.gradients, self.number = gradients, ENDS
         self.precision = precision(run, shape)
         self.kernels = Kernels(
             liger=run.enable_liger_kernel and shape.family.liger,
@@ -95,11 +117,15 @@ class Builder:
             alone = checkpointing_kind(run) in ("off", "host") or mixed
             parts = [(full, 1), (full, count - 2), (full, 1)] if alone else [(full, count - 1), (full, 1)]
         unwindowed = replace(inputs, mask=None if batch.mask == "none" else inputs.mask)
-        return [
-            self._segment(inputs if windowed else unwindowed, number, trained)
-            for trained, number, windowed in self._with_full_attention(parts)
-            if number > 0
-        ]
+        alike = [part for part in self._with_full_attention(parts) if part[1] > 0]
+        if self.gradients is not None:
+            alike = [(trained, 1, windowed) for trained, number, windowed in alike for _ in range(number)]
+        segments = []
+        for number, (trained, numbers, windowed) in enumerate(alike):
+            self.number = number
+            segments.append(self._segment(inputs if windowed else unwindowed, numbers, trained))
+        self.number = ENDS
+        return segments
 
     def _with_full_attention(self, parts: list[tuple[bool, int]]) -> list[tuple[bool, int, bool]]:
         """Splits the layers without a window off the largest part: which layers they are hardly moves a peak."""
@@ -128,12 +154,12 @@ class Builder:
 
     def _model(self, segments: list[Segment], ends: tuple[bool, ...], *, kind: str, liger_loss: bool) -> Model:
         size = parameters.embedding_numel(self.shape)
-        embedding = self.weight(size, trained=ends[0], width=self.shape.hidden_size)
+        embedding = self.weight("embed_tokens", size, trained=ends[0], width=self.shape.hidden_size)
         tied = self.shape.tie_word_embeddings and not self.run.additional_target
         return Model(
             embedding=embedding,
-            final_norm=self._norm(self.shape.hidden_size, trained=ends[1]),
-            head=embedding if tied else self.weight(size, trained=ends[2], width=self.shape.hidden_size),
+            final_norm=self._norm("norm", self.shape.hidden_size, trained=ends[1]),
+            head=embedding if tied else self.weight("lm_head", size, trained=ends[2], width=self.shape.hidden_size),
             segments=segments,
             checkpointing=kind,
             input_requires_grad=bool(self.targets) and kind != "off",
@@ -176,14 +202,22 @@ class Builder:
             ids=ops.empty(ID_TENSORS * batch.tokens * batch.prefetched, INT64),
         )
 
-    def leaf(self) -> Leaf:
+    def leaf(self, name: str = "") -> Leaf:
         """A parameter's end of the graph; with accumulation its gradient is booked elsewhere for good."""
+        if self.gradients is not None:
+            key = self.number, name
+            return Leaf(self.gradients.gradient(key), receive=partial(self.gradients.receive, key))
         return Leaf() if self.fresh_gradients else Leaf(self.booked)
 
-    def weight(self, numel: int, *, trained: bool, width: int = 1) -> Weight:
+    def weight(self, name: str, numel: int, *, trained: bool, width: int = 1) -> Weight:
         """A parameter; its own bytes are booked with the model's."""
         dtype = self.precision.trained if trained else self.precision.loaded
-        return Weight(numel, dtype, self.booked, width=width, leaf=self.leaf() if trained else None)
+        leaf = self.leaf(name) if trained else None
+        return Weight(numel, dtype, self.booked, width=width, leaf=leaf, key=(self.number, name))
+
+    def _adapter(self, name: str, numel: int, *, width: int = 1) -> Weight:
+        """A parameter that PEFT adds."""
+        return self.weight(name, numel, trained=True, width=width)
 
     def layer(self, inputs: Inputs, *, trained: bool) -> DecoderLayer:
         """A decoder layer; `trained` is whether its own parameters are (full and freeze tuning)."""
@@ -192,17 +226,19 @@ class Builder:
             for name, linear in parameters.layer_linears(self.shape).items()
         }
         norms = {
-            name: self._norm(n, trained=(trained and parameters.trains(self.run, self.shape, name)) or self.every_norm)
+            name: self._norm(
+                name, n, trained=(trained and parameters.trains(self.run, self.shape, name)) or self.every_norm
+            )
             for name, n in parameters.layer_norms(self.shape).items()
         }
         experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))
         return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
 
-    def _norm(self, numel: int, *, trained: bool) -> Weight:
-        """A norm's weight; `upcast_layernorm` makes it float32 whether it is trained or not."""
-        if self.run.upcast_layernorm and not trained:
+    def _norm(self, name: str, numel: int, *, trained: bool) -> Weight:
+        """A norm's weight; `upcast_layernorm` makes it float32 whether it is trained or not, DeepSpeed undoes it."""
+        if self.run.upcast_layernorm and not trained and self.run.deepspeed is None:
             return Weight(numel, FLOAT32, self.booked)
-        return self.weight(numel, trained=trained)
+        return self.weight(name, numel, trained=trained)
 
     def _experts(self, *, trained: bool) -> Experts | None:
         moe, hidden = self.shape.moe, self.shape.hidden_size
@@ -210,9 +246,9 @@ class Builder:
             return None
         router, gate_up, down = parameters.expert_tensors(self.shape)
         return Experts(
-            router=self.weight(router, trained=trained, width=hidden),
-            gate_up=self.weight(gate_up, trained=trained, width=hidden),
-            down=self.weight(down, trained=trained, width=moe.intermediate_size),
+            router=self.weight("router", router, trained=trained, width=hidden),
+            gate_up=self.weight("gate_up", gate_up, trained=trained, width=hidden),
+            down=self.weight("down", down, trained=trained, width=moe.intermediate_size),
             num_experts=moe.num_experts,
             per_token=moe.num_experts_per_token,
             intermediate_size=moe.intermediate_size,
@@ -221,7 +257,7 @@ class Builder:
         )
 
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
-        weight = self.weight(linear.numel, trained=trained, width=linear.in_features)
+        weight = self.weight(name, linear.numel, trained=trained, width=linear.in_features)
         lora, oft = self.run.finetuning_type == "lora", self.run.finetuning_type == "oft"
         return Linear(
             weight=weight,
@@ -240,16 +276,16 @@ class Builder:
         if name not in self.targets:
             return None
         count, size = parameters.oft_blocks(self.run, linear)
-        weight = Weight(count * parameters.oft_angles(size), FLOAT32, self.booked, leaf=self.leaf())
+        weight = self._adapter(f"{name}.oft", count * parameters.oft_angles(size))
         return Oft(weight=weight, block_size=size)
 
     def _lora(self, name: str, linear: parameters.LinearShape) -> Lora | None:
         if name not in self.targets:
             return None
         rank = self.run.lora_rank
-        a = Weight(rank * linear.in_features, FLOAT32, self.booked, width=linear.in_features, leaf=self.leaf())
-        b = Weight(rank * linear.out_features, FLOAT32, self.booked, width=rank, leaf=self.leaf())
-        magnitude = Weight(linear.out_features, FLOAT32, self.booked, leaf=self.leaf()) if self.run.use_dora else None
+        a = self._adapter(f"{name}.a", rank * linear.in_features, width=linear.in_features)
+        b = self._adapter(f"{name}.b", rank * linear.out_features, width=rank)
+        magnitude = self._adapter(f"{name}.m", linear.out_features) if self.run.use_dora else None
         return Lora(a=a, b=b, dropout=self.run.lora_dropout, magnitude=magnitude)
 
 

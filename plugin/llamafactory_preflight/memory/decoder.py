@@ -57,6 +57,9 @@ class DecoderLayer:
 
     def norm_with(self, ops: Ops, x: Tensor, weight: Weight) -> Tensor:
         """RMSNorm with a given weight."""
+        return ops.module(x, weight, lambda x: self._norm_with(ops, x, weight))
+
+    def _norm_with(self, ops: Ops, x: Tensor, weight: Weight) -> Tensor:
         if self.kernels.liger:
             return norms.liger_rms_norm(ops, x, weight, in_place=not self.kernels.wide_norm)
         return norms.wide_rms_norm(ops, x, weight) if self.kernels.wide_norm else norms.rms_norm(ops, x, weight)

@@ -1,30 +1,31 @@
-"""Puts the parts together: components of every phase, their maximum, and honest bounds."""
+"""Predicts a run: alone on a GPU, or as one of several ranks that share what they train."""
 
 from __future__ import annotations
 
-from llamafactory_preflight.memory import dtypes, inference, optimizers, preference, statics, step
-from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
-from llamafactory_preflight.memory.build import ADAPTERS, Builder
+from llamafactory_preflight.memory import sharded
 from llamafactory_preflight.memory.card import Card, cublas_workspace
-from llamafactory_preflight.memory.host import host_bytes, host_remarks
-from llamafactory_preflight.memory.ops import Ops
-from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
-from llamafactory_preflight.memory.precision import precision
+from llamafactory_preflight.memory.estimator import Estimator, evaluates
 from llamafactory_preflight.memory.refusals import refuse
-from llamafactory_preflight.memory.remarks import by_size, remarks
-from llamafactory_preflight.memory.result import PHASES, MemoryEstimate, bounds
+from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
+from llamafactory_preflight.memory.sharding import Ranks
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
 
-__all__ = ["PHASES", "Card", "MemoryEstimate", "cublas_workspace", "estimate", "evaluates"]
+__all__ = ["PHASES", "Card", "MemoryEstimate", "Ranks", "cublas_workspace", "estimate", "evaluates"]
 
 
 def estimate(
-    run: RunDescription, shape: ModelShape, *, software: Software, card: Card | None = None, length: int | None = None
+    run: RunDescription,
+    shape: ModelShape,
+    *,
+    software: Software,
+    card: Card | None = None,
+    length: int | None = None,
+    ranks: Ranks | None = None,
 ) -> MemoryEstimate:
-    """Predicts one GPU's memory for a run.
+    """Predicts the fullest GPU's memory for a run, and main memory for all its processes here.
 
     Args:
         run: The run.
@@ -32,160 +33,13 @@ def estimate(
         software: Installed versions: the default optimizer and the layout of experts depend on them.
         card: The card; by default an Ampere one with expandable segments.
         length: Tokens of the longest sample, if it is known to be shorter than the cutoff.
+        ranks: How many processes train together; by default one.
 
     Raises:
         Unmodelled: The run takes a path that no formula here covers.
     """
     refuse(run, shape, software)
-    return _Estimator(run, shape, software, card or Card(), length).result()
-
-
-class _Estimator:
-    """One estimate under way."""
-
-    def __init__(
-        self, run: RunDescription, shape: ModelShape, software: Software, card: Card, length: int | None
-    ) -> None:
-        self.run, self.shape, self.software, self.card = run, shape, software, card
-        self.batch = training_batch(run, shape.vision, length)
-        self.precision = precision(run, shape)
-        self.block = Ledger(expandable_segments=card.expandable_segments).block
-        self.groups = statics.trainable_groups(run, shape)
-        self.optimizer = optimizers.optimizer_memory(
-            run, self.groups, self.precision.trained, software=software, block=self.block
-        )
-        itemsize = dtypes.size(self.precision.trained)
-        self.gradients = statics.tensor_bytes(self.groups, itemsize, self.block)
-        self.weights = statics.base_weight_bytes(
-            run, shape, loaded=self.precision.loaded, trained=self.precision.trained, block=self.block
-        )
-        self.adapters = self.gradients if run.finetuning_type in ADAPTERS else 0
-        self.adapters += statics.adapter_buffer_bytes(run, shape, self.block)
-        self.reference = self._reference_bytes()
-
-    def _reference_bytes(self) -> int:
-        """Weights of a second model: for full and freeze tuning the model itself once more, as it was loaded."""
-        if not preference.needs_reference(self.run):
-            return 0
-        if self.run.finetuning_type in ADAPTERS and self.run.ref_model is None:
-            return 0
-        vision = self.shape.vision.numel if self.shape.vision is not None else 0
-        return (statics.total(statics.model_groups(self.shape)) + vision) * dtypes.size(self.precision.loaded)
-
-    @property
-    def fresh_gradients(self) -> bool:
-        """Without accumulation no gradient is alive when a forward begins."""
-        return self.run.gradient_accumulation_steps == 1
-
-    def ledger(self, *, gradients: bool, states: bool = True) -> tuple[Ledger, list[Storage]]:
-        """A ledger with all that lies on the card between steps."""
-        ledger = Ledger(expandable_segments=self.card.expandable_segments)
-        held = {
-            "weights": self.weights + self.reference,
-            "adapters": self.adapters,
-            "optimizer": self.optimizer.states if states else 0,
-            "gradients": self.gradients if gradients else 0,
-            "buffers": 2 * cublas_workspace(self.card.compute_capability),
-        }
-        return ledger, [Storage(ledger, size, name) for name, size in held.items()]
-
-    def forward_backward(self) -> tuple[int, dict[str, int]]:
-        """Peak over the micro-steps of all steps, and its split.
-
-        From the second step on optimizer states exist; the first is higher only where it tunes kernels.
-        """
-        steady = self._micro_step(first=False)
-        tunes = self.shape.moe is not None and self.run.enable_liger_kernel
-        return max(steady, self._micro_step(first=True), key=lambda peak: peak[0]) if tunes else steady
-
-    def _micro_step(self, *, first: bool) -> tuple[int, dict[str, int]]:
-        ledger, held = self.ledger(gradients=not self.fresh_gradients, states=not first)
-        ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=self.fresh_gradients, first_step=first)
-        self._run(ops, builder, self.batch)
-        peak = ledger.take_peak()
-        del held
-        return peak
-
-    def _run(self, ops: Ops, builder: Builder, batch: Batch) -> None:
-        """One micro-step of the run's stage; without gradients where `ops` makes none."""
-        model, stage = builder.model(batch), self.run.stage
-        if stage in ("pt", "sft"):
-            one = step.language_model_step if ops.grad_enabled else step.evaluation_step
-            one(ops, model, batch.tokens)
-        elif stage == "rm":
-            preference.reward_step(ops, model, builder.value_head(), batch.tokens)
-        else:
-            reference = builder.reference_model(batch) if preference.needs_reference(self.run) else None
-            pair = preference.Pair(policy=model, reference=reference)
-            (preference.dpo_step if stage == "dpo" else preference.kto_step)(ops, pair, batch.tokens)
-
-    def evaluate(self) -> int:
-        """Peak of an evaluation step, or 0 where the run evaluates nothing."""
-        if not evaluates(self.run):
-            return 0
-        ledger, held = self.ledger(gradients=False)
-        ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        batch = evaluation_batch(self.run, self.shape.vision)
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=True)
-        with ops.no_grad():
-            if self.run.predict_with_generate:
-                answers = batch.sequences * self.run.max_new_tokens
-                cache = ops.empty(inference.cache_numel(self.shape, batch.tokens + answers), self.precision.compute)
-                inference.generation_step(ops, builder.model(batch), batch)
-                del cache
-            else:
-                self._run(ops, builder, batch)
-        del held
-        return ledger.take_peak()[0]
-
-    def result(self) -> MemoryEstimate:
-        """All phases."""
-        resting = self.weights + self.reference + self.adapters
-        busy, split = self.forward_backward()
-        workspace = 2 * cublas_workspace(self.card.compute_capability)
-        stepping = resting + self.optimizer.states + self.gradients + self.optimizer.step + workspace
-        phases = {
-            "load": resting,
-            "forward_backward": busy,
-            "optimizer_step": stepping,
-            "save": resting + self.optimizer.states + workspace,
-            "evaluate": self.evaluate(),
-        }
-        if stepping > busy:
-            split = dict.fromkeys(COMPONENTS, 0) | {
-                "weights": self.weights + self.reference,
-                "adapters": self.adapters,
-                "gradients": self.gradients,
-                "optimizer": self.optimizer.states,
-                "buffers": workspace + self.optimizer.step,
-            }
-        return bounds(
-            phases=phases,
-            components=split,
-            exact=not any(by_size(self.run, self.shape)),
-            card=self.card,
-            host=host_bytes(
-                self.run,
-                trained=self.gradients,
-                num_trained=self.gradients // dtypes.size(self.precision.trained),
-                weights=self.weights,
-                inputs=self.shape.num_layers
-                * self.batch.tokens
-                * self.shape.hidden_size
-                * dtypes.size(self.precision.loaded),
-                peak=sum(split.values()),
-            ),
-            tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
-            remarks=(
-                *remarks(self.run, self.shape, self.batch),
-                *by_size(self.run, self.shape),
-                *host_remarks(self.run),
-            ),
-        )
-
-
-def evaluates(run: RunDescription) -> bool:
-    """Whether the run has an evaluation set and looks at it."""
-    has_data = bool(run.eval_dataset) or run.val_size > 0
-    return has_data and (run.do_eval or run.eval_strategy != "no")
+    card, ranks = card or Card(), ranks or Ranks()
+    if run.deepspeed is not None:
+        return sharded.estimate(run, shape, software, card, length, ranks)
+    return Estimator(run, shape, software, card, length, ranks).result()

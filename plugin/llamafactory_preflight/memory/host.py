@@ -1,20 +1,28 @@
-"""Main memory of a run on one GPU: what the process cannot do without."""
+"""Main memory of a run's processes on this machine: what they cannot do without, and what shows as resident."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from llamafactory_preflight.memory.build import ADAPTERS, checkpointing_kind
+from llamafactory_preflight.memory.offload import zero2_host, zero3_host
 from llamafactory_preflight.memory.optimizers import BITSANDBYTES
+from llamafactory_preflight.memory.sharding import Parameter, Ranks
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.zero import ZeroPlan
 
 
-PROCESS_BYTES = int(1.3 * 2**30)
-"""Resident size of a process with torch, CUDA and transformers, without mapped files (0.8 to 1.3 GiB measured)."""
+PROCESS_BYTES = int(1.15 * 2**30)
+"""Resident size of a process with torch, CUDA and transformers, without mapped files (1.15 GiB in 20 measured runs)."""
+DEEPSPEED_BYTES = int(0.9 * 2**30)
+"""What DeepSpeed, its CPU optimizer and NCCL add to a process (0.9 and 1.9 GiB left over in two measured runs)."""
+WORKER_BYTES = int(0.35 * 2**30)
+"""What a forked worker of the data loader or the tokenization holds for itself: pages that it wrote to."""
 
 
 def host_bytes(run: RunDescription, *, trained: int, num_trained: int, weights: int, inputs: int, peak: int) -> int:
-    """Main memory at its height.
+    """Main memory of one process at its height.
 
     Args:
         run: The run.
@@ -25,10 +33,67 @@ def host_bytes(run: RunDescription, *, trained: int, num_trained: int, weights: 
         peak: Peak on the card, which is main memory for a run on the CPU.
     """
     if run.use_cpu:
-        return PROCESS_BYTES + peak
+        return PROCESS_BYTES + peak + _workers(run)
     saved = trained if run.finetuning_type in ADAPTERS else weights  # copied from the card to be written
     moved = inputs if checkpointing_kind(run) == "host" else 0
-    return PROCESS_BYTES + max(saved, moved) + _paged_states(run, num_trained)
+    return PROCESS_BYTES + max(saved, moved) + _paged_states(run, num_trained) + _workers(run)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostNeed:
+    """Main memory of all processes here: while they train, and while the model is saved at the end."""
+
+    training: int
+    saving: int
+
+
+def deepspeed_host(
+    run: RunDescription,
+    plan: ZeroPlan,
+    everything: Sequence[Parameter],
+    groups: Sequence[Sequence[Parameter]],
+    ranks: Ranks,
+    *,
+    item: int,
+    inputs: int,
+    state_dict: int,
+) -> HostNeed:
+    """Main memory under DeepSpeed.
+
+    Below stage 3 every rank copies the whole state dict to main memory to save it, the base of an adapter included and
+    tied weights twice (accelerate.Accelerator.get_state_dict); under stage 3 the first rank collects what is written.
+
+    Args:
+        run: The run.
+        plan: DeepSpeed's settings.
+        everything: All parameters.
+        groups: What is trained, in the optimizer's groups.
+        ranks: Processes.
+        item: Bytes of an element of the model.
+        inputs: Bytes of the inputs of all layers in a micro-batch.
+        state_dict: Bytes of the whole state dict on one card.
+    """
+    training = saving = 0
+    adapters = run.finetuning_type in ADAPTERS
+    written = sum(parameter.numel * item for parameter in everything if parameter.trained or not adapters)
+    moved = inputs if checkpointing_kind(run) == "host" else 0
+    for rank in range(ranks.local):
+        if plan.stage == 3:
+            held = zero3_host(everything, groups, plan, world=ranks.world, item=item)
+            saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
+        else:
+            accumulates = run.gradient_accumulation_steps > 1
+            held = zero2_host(groups, plan, world=ranks.world, rank=rank, item=item, accumulates=accumulates)
+            saved = state_dict
+        process, lasting = PROCESS_BYTES + DEEPSPEED_BYTES + _workers(run), held.own + held.pinned
+        training += process + max(held.peak, lasting + moved)
+        saving += process + lasting + saved
+    return HostNeed(training=training, saving=saving)
+
+
+def _workers(run: RunDescription) -> int:
+    """Workers of the data loader live beside the training; those of the tokenization are gone by then."""
+    return run.dataloader_num_workers * WORKER_BYTES
 
 
 def _paged_states(run: RunDescription, num_trained: int) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
@@ -18,13 +19,33 @@ class Weight(Tensor):
 
     Attributes:
         width: Input features (1 for a norm's weight).
+        key: Its layer and name, where ranks share it.
     """
 
-    __slots__ = ("width",)
+    __slots__ = ("key", "width")
 
-    def __init__(self, numel: int, dtype: int, storage: Storage, *, width: int = 1, leaf: Leaf | None = None) -> None:
+    def __init__(
+        self,
+        numel: int,
+        dtype: int,
+        storage: Storage,
+        *,
+        width: int = 1,
+        leaf: Leaf | None = None,
+        key: tuple[int, str] | None = None,
+    ) -> None:
         super().__init__(numel, dtype, storage, leaf)
-        self.width = width
+        self.width, self.key = width, key
+
+
+class Modules(Protocol):
+    """What runs around a module's forward and backward: ZeRO-3's hooks, which gather its weight and let it go."""
+
+    def enter(self, module: str, key: tuple[int, str]) -> None:
+        """Before the forward, and before the backward."""
+
+    def leave(self, module: str, key: tuple[int, str]) -> None:
+        """After it."""
 
 
 class Ops:
@@ -41,6 +62,7 @@ class Ops:
         self.autocast_cache: dict[Tensor, Tensor] | None = None
         self.grad_enabled = True
         self.saved_hook: Callable[[Node], None] | None = None
+        self.modules: Modules | None = None
         self._clock = 0
 
     # graph -------------------------------------------------------------------------------------------------------
@@ -97,6 +119,25 @@ class Ops:
             yield
         finally:
             self.autocast_cache = None
+
+    def module(self, x: Tensor, weight: Weight, run: Callable[[Tensor], Tensor], *, name: str = "own") -> Tensor:
+        """Runs a module of one weight with the hooks around it, which live in functions on its input and output."""
+        modules, key = self.modules, weight.key
+        if modules is None or key is None:
+            return run(x)
+
+        def leave(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            modules.leave(name, key)
+            return (grad,)
+
+        def enter(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            modules.enter(name, key)
+            return (grad,)
+
+        modules.enter(name, key)
+        out = run(self.link(x.detach(), (x,), (), leave))
+        modules.leave(name, key)
+        return self.link(out.detach(), (out,), (), enter)
 
     # casts -------------------------------------------------------------------------------------------------------
 
@@ -204,26 +245,38 @@ class Ops:
 
     def linear(self, x: Tensor, weight: Weight, component: str = "activations") -> Tensor:
         """F.linear under autocast: saves the input for a trained weight, the weight for the input's gradient."""
+        return self.module(x, weight, lambda x: self._linear(x, weight, component))
+
+    def _linear(self, x: Tensor, weight: Weight, component: str) -> Tensor:
         x, used = self.lower(x), self.lower_weight(weight)
         rows = x.numel // weight.width
         out = self.empty(rows * (weight.numel // weight.width), x.dtype, component)
         saved: tuple[Storage, ...] = ()
-        if used.node is not None:
+        if used.node is not None or self.modules is not None:  # DeepSpeed's own function saves its input always
             saved += (x.storage,)
         if x.node is not None:
             saved += (used.storage,)
         dx = x.nbytes if x.node is not None else 0
         dw = used.nbytes if used.node is not None else 0
         owner = "gradients" if used is weight else "buffers"
+        viewed = self.modules is None
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            to_input = Storage(self.ledger, dx, "activations", viewed=True) if dx else None
-            return (to_input, Storage(self.ledger, dw, owner, viewed=True) if dw else None)
+            to_input = Storage(self.ledger, dx, "activations", viewed=viewed) if dx else None
+            return (to_input, Storage(self.ledger, dw, owner, viewed=viewed) if dw else None)
 
         return self.link(out, (x, used), saved, backward)
 
     def embedding(self, rows: int, weight: Weight) -> Tensor:
         """F.embedding: its backward makes a dense gradient of the whole table."""
+        return self.module(
+            Tensor(0, weight.dtype, weight.storage),
+            weight,
+            lambda ids: self._embedding(rows, weight),
+            name="embedding",
+        )
+
+    def _embedding(self, rows: int, weight: Weight) -> Tensor:
         out = self.empty(rows * weight.width, weight.dtype)
         size = weight.nbytes
         return self.link(out, (weight,), (), lambda grad, saved: (self.storage(size, "gradients"),))

@@ -127,18 +127,27 @@ class Leaf(Node):
 
     Attributes:
         keeps: The leaf itself, which AccumulateGrad owns for as long as the graph lives.
+        receive: The hook that runs behind the gradient (register_post_accumulate_grad_hook), if there is one.
     """
 
-    __slots__ = ("grad", "keeps")
+    __slots__ = ("grad", "keeps", "receive")
 
-    def __init__(self, grad: Storage | None = None, *, keeps: Storage | None = None) -> None:
+    def __init__(
+        self,
+        grad: Storage | None = None,
+        *,
+        keeps: Storage | None = None,
+        receive: Callable[[Leaf], None] | None = None,
+    ) -> None:
         super().__init__(LEAF_ORDER, (), (), None)
-        self.grad, self.keeps = grad, keeps
+        self.grad, self.keeps, self.receive = grad, keeps, receive
 
     def run(self, grad: Storage) -> tuple[Storage | None, ...]:
         """Keeps the gradient."""
         if self.grad is None:  # a fresh gradient is taken over; an existing one is added to in place
             self.grad = grad
+        if self.receive is not None:
+            self.receive(self)
         return ()
 
 

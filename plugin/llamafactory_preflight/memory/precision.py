@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.zero import ZeroPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +37,19 @@ def precision(run: RunDescription, shape: ModelShape) -> Precision:
     PEFT makes adapters of a 16-bit model float32 in any case (autocast_adapter_dtype).
     """
     loaded = dtypes.named(shape.dtype)
+    if run.deepspeed is not None:
+        return _under_deepspeed(run, run.deepspeed, shape)
     autocast = BFLOAT16 if run.bf16 else FLOAT16 if run.fp16 else None
     keeps = (run.pure_bf16 or run.use_badam) and run.finetuning_type in ("full", "freeze")
     compute = autocast or (BFLOAT16 if run.pure_bf16 else loaded)
     return Precision(loaded=loaded, compute=compute, trained=loaded if keeps else FLOAT32, autocast=autocast)
+
+
+def _under_deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape) -> Precision:
+    """DeepSpeed casts the whole model, adapters too, and runs it without autocast (runtime/engine.py)."""
+    half = {"bf16": BFLOAT16, "fp16": FLOAT16, "fp32": FLOAT32}
+    asked = ZeroPlan.from_config(config, hidden_size=shape.hidden_size).precision
+    if asked == "auto":
+        asked = "bf16" if run.bf16 else "fp16" if run.fp16 else "fp32"
+    dtype = half[asked]
+    return Precision(loaded=dtype, compute=dtype, trained=dtype, autocast=None)

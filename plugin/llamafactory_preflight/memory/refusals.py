@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory.build import ADAPTERS
@@ -10,6 +11,7 @@ from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
+from llamafactory_preflight.zero import ZeroPlan
 
 
 OTHER_CODE = (
@@ -38,7 +40,7 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
     if run.unmodelled:
         yield f"What {', '.join(f'`{name}`' for name in run.unmodelled)} does to memory has no formula"
     if run.deepspeed is not None:
-        yield "What DeepSpeed shards and moves to the host has no formula yet"
+        yield from _deepspeed(run, run.deepspeed, shape)
     if run.stage == "ppo":
         yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
     if run.label_smoothing_factor:
@@ -64,3 +66,24 @@ def _vision(run: RunDescription) -> Iterator[str]:
         yield "Training a vision model without its language model has no formula yet"
     if run.neat_packing:
         yield "Neat packing of a vision model has no formula yet"
+
+
+def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape) -> Iterator[str]:
+    plan = ZeroPlan.from_config(config, hidden_size=shape.hidden_size)
+    if plan.unmodelled:
+        names = ", ".join(f"`{name}`" for name in plan.unmodelled)
+        yield f"What {names} in the DeepSpeed JSON does to memory has no formula yet"
+    if "nvme" in (plan.offload_optimizer, plan.offload_param):
+        yield "Offloading to NVMe has no formula yet"
+    if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
+        yield "DeepSpeed in float32 has no formula yet"
+    if run.stage not in ("pt", "sft"):
+        yield f"Stage `{run.stage}` under DeepSpeed has no formula yet"
+    if run.finetuning_type == "oft" or run.use_dora:
+        yield "OFT and DoRA under DeepSpeed have no formula yet"
+    if shape.vision is not None:
+        yield "A vision model under DeepSpeed has no formula yet"
+    if plan.stage == 3 and (shape.moe is not None or quantization(run, shape) is not None):
+        yield "Experts or quantized weights under ZeRO-3 have no formula yet"
+    if plan.stage == 0:
+        yield "DeepSpeed without ZeRO (stage 0) has no formula yet"

@@ -35,6 +35,9 @@ class MemoryEstimate:
         high_bytes: The peak will hardly be above this.
         slack_bytes: What the caching allocator needs beyond the allocated peak under a tight cap.
         host_bytes: Main memory that the process cannot do without; mapped files that the system may drop are left out.
+        host_training_bytes: The same without the saving of the model at the end.
+        host_mapped_bytes: What shows as resident while weights load: the processes, and the files that they map.
+        nccl_bytes: What communication takes on the card outside of the allocator.
         tokens_per_step: Tokens of one optimizer step on one GPU, padding included.
         reasons: One sentence for each value that was inferred rather than given.
     """
@@ -48,6 +51,9 @@ class MemoryEstimate:
     host_bytes: int
     tokens_per_step: int
     reasons: tuple[str, ...]
+    host_training_bytes: int = 0
+    host_mapped_bytes: int = 0
+    nccl_bytes: int = 0
 
 
 def bounds(
@@ -59,6 +65,9 @@ def bounds(
     host: int,
     tokens: int,
     remarks: tuple[str, ...],
+    host_training: int = 0,
+    host_mapped: int = 0,
+    nccl: int = 0,
 ) -> MemoryEstimate:
     """An estimate whose peak is the sum of its components, with the bounds and the slack that go with it.
 
@@ -70,6 +79,9 @@ def bounds(
         host: Bytes of main memory.
         tokens: Tokens of one optimizer step.
         remarks: Sentences for the reader.
+        host_training: Bytes of main memory while the run trains, nothing being saved.
+        host_mapped: Bytes that show as resident while weights load.
+        nccl: Bytes of communication outside of the allocator.
     """
     peak = sum(components.values())
     error = int(peak * (_RELATIVE_ERROR if exact else _RELATIVE_ERROR_BY_SIZE)) + _ABSOLUTE_ERROR if peak else 0
@@ -83,4 +95,7 @@ def bounds(
         host_bytes=host,
         tokens_per_step=tokens,
         reasons=remarks,
+        host_training_bytes=host_training,
+        host_mapped_bytes=host_mapped,
+        nccl_bytes=nccl,
     )

@@ -69,17 +69,22 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and backward of the causal language-model loss; the ledger holds the peak afterwards."""
     logits = None
     with ops.autocast():
-        hidden = hidden_states(ops, model, tokens)
-        if model.liger_loss:
-            result = loss.liger_linear_cross_entropy(ops, hidden, model.head)
+        if model.liger_loss:  # the head's weight belongs to the whole model's forward
+            nothing = Tensor(0, model.head.dtype, model.head.storage)
+            result = ops.module(nothing, model.head, lambda x: _fused(ops, model, tokens), name="model")
         else:
+            hidden = hidden_states(ops, model, tokens)
             logits = head(ops, model, hidden)
             result = _cross_entropy(ops, model, logits)
-        del hidden
+            del hidden
     if logits is not None:
         logits = convert(ops, model, logits)
     del logits
     backward(ops, result)
+
+
+def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
+    return loss.liger_linear_cross_entropy(ops, hidden_states(ops, model, tokens), model.head)
 
 
 def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:

@@ -1,0 +1,144 @@
+"""Main memory of one rank under DeepSpeed, as it grows: flat buffers, page-locked copies, optimizer states, saving.
+
+Source: deepspeed 0.18.4, runtime/zero/{stage_1_and_2,stage3,partition_parameters}.py; page-locked memory comes from
+torch's CachingHostAllocator, which rounds up to a power of two and gives nothing back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.sharding import Parameter
+from llamafactory_preflight.memory.zero2 import flat_group
+from llamafactory_preflight.memory.zero3 import partition
+from llamafactory_preflight.memory.zero3_gradients import tiles
+from llamafactory_preflight.zero import ZeroPlan
+
+
+ADAM_STATES = 2
+WIDE = dtypes.size(FLOAT32)
+
+
+class HostMemory:
+    """Bytes that a process holds: its own and page-locked ones, with the highest mark of both together."""
+
+    def __init__(self) -> None:
+        self.own = self.pinned = self.peak = 0
+        self.free: Counter[int] = Counter()
+
+    def take(self, size: int) -> int:
+        """Own memory."""
+        self.own += size
+        self.peak = max(self.peak, self.own + self.pinned)
+        return size
+
+    def give(self, size: int) -> None:
+        """Gives own memory back."""
+        self.own -= size
+
+    def pin(self, size: int) -> int:
+        """A page-locked block: one that was given back before, or a new one."""
+        block = 1 << max(0, size - 1).bit_length()
+        if self.free[block]:
+            self.free[block] -= 1
+        else:
+            self.pinned += block
+            self.peak = max(self.peak, self.own + self.pinned)
+        return block
+
+    def unpin(self, block: int) -> None:
+        """Leaves a block to the allocator's cache."""
+        self.free[block] += 1
+
+    def keep(self, size: int, *, pinned: bool) -> None:
+        """Memory that stays: made as its own, then copied to page-locked memory if asked for."""
+        self.take(size)
+        if pinned:
+            self.pin(size)
+            self.give(size)
+
+
+def zero2_host(
+    groups: Sequence[Sequence[Parameter]], plan: ZeroPlan, *, world: int, rank: int, item: int, accumulates: bool
+) -> HostMemory:
+    """Stages 1 and 2: parameters are laid out flat in main memory first; then what is offloaded."""
+    host, pinned = HostMemory(), plan.pin_optimizer
+    flat = [flat_group(group, world=world, rank=rank, round_robin=plan.round_robin_gradients) for group in groups]
+    offloads = plan.offload_optimizer != "none"
+    for group in flat:
+        host.give(host.take(2 * group.numel * item))
+        if offloads:
+            host.keep(group.partition * WIDE, pinned=pinned)
+            host.keep(group.partition * item, pinned=pinned)
+    if not offloads:
+        return host
+    host.keep(max(share.parameter.numel for group in flat for share in group.shares) * item, pinned=pinned)
+    for group in flat:
+        host.keep(group.partition * WIDE, pinned=pinned)
+    for group in flat:
+        for share in group.shares:
+            if accumulates and share.mine:
+                host.keep(share.parameter.numel * item, pinned=pinned)
+    host.take(sum(ADAM_STATES * group.partition * WIDE for group in flat))
+    return host
+
+
+def zero3_host(
+    everything: Sequence[Parameter],
+    groups: Sequence[Sequence[Parameter]],
+    plan: ZeroPlan,
+    *,
+    world: int,
+    item: int,
+) -> HostMemory:
+    """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states."""
+    host = HostMemory()
+    trained = sum(partition(parameter, world) for group in groups for parameter in group)
+    if plan.offload_param != "none":
+        _offload_parameters(host, everything, groups, plan, world=world, item=item)
+    else:
+        host.give(host.take(trained * item))
+    if plan.offload_optimizer == "none":
+        return host
+    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
+    for size in sizes:
+        host.take(size * WIDE)
+        host.give(host.take(size * WIDE))
+    largest = host.take(max(sizes, default=0) * WIDE)
+    for size in sizes:
+        host.keep(size * WIDE, pinned=plan.pin_optimizer)
+    host.give(largest)
+    host.keep(trained * item, pinned=plan.pin_optimizer)
+    host.take(ADAM_STATES * sum(sizes) * WIDE)
+    return host
+
+
+def _offload_parameters(
+    host: HostMemory,
+    everything: Sequence[Parameter],
+    groups: Sequence[Sequence[Parameter]],
+    plan: ZeroPlan,
+    *,
+    world: int,
+    item: int,
+) -> None:
+    """A shard for each parameter; those of what is trained move to a flat one, which is page-locked in any case."""
+    blocks, own = [], 0
+    for parameter in everything:
+        size = partition(parameter, world) * item
+        if parameter.numel <= plan.persistence_threshold:
+            continue
+        if plan.pin_param:
+            block = host.pin(size)
+            blocks += [block] if parameter.trained else []
+        else:
+            host.take(size)
+            own += size if parameter.trained else 0
+    for group in groups:
+        host.pin(sum(partition(parameter, world) for parameter in group) * item)
+    for block in blocks:
+        host.unpin(block)
+    host.give(own)

@@ -1,0 +1,220 @@
+"""A run under DeepSpeed: the micro-steps of one step, with every gradient and parameter where ZeRO puts it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics
+from llamafactory_preflight.memory.build import ADAPTERS, Builder
+from llamafactory_preflight.memory.card import Card, cublas_workspace
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.estimator import Estimator
+from llamafactory_preflight.memory.ops import Ops
+from llamafactory_preflight.memory.optimizers import OptimizerMemory
+from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
+from llamafactory_preflight.memory.result import MemoryEstimate
+from llamafactory_preflight.memory.sharding import Ranks
+from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
+from llamafactory_preflight.memory.zero3 import Coordinator, partition
+from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.software import Software
+from llamafactory_preflight.zero import ZeroPlan
+
+
+OVERFLOW_BYTES = 11
+"""An element: a float32 copy, three masks and a second float32 copy (_has_inf_or_nan); nothing from 0.19.6 on."""
+Phase = tuple[int, dict[str, int]]
+
+
+def estimate(
+    run: RunDescription,
+    shape: ModelShape,
+    software: Software,
+    card: Card,
+    length: int | None,
+    ranks: Ranks,
+) -> MemoryEstimate:
+    """Predicts a run under DeepSpeed, for the rank that takes most."""
+    return _ShardedEstimator(run, shape, software, card, length, ranks).result()
+
+
+class _ShardedEstimator(Estimator):
+    """An estimate under way, for a run under DeepSpeed."""
+
+    def __init__(
+        self,
+        run: RunDescription,
+        shape: ModelShape,
+        software: Software,
+        card: Card,
+        length: int | None,
+        ranks: Ranks,
+    ) -> None:
+        super().__init__(run, shape, software, card, length, ranks)
+        assert run.deepspeed is not None
+        self.plan = ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
+        self.everything = sharding.in_order(run, shape)
+        self.trained = sharding.groups(self.everything)
+        self.item = dtypes.size(self.precision.trained)
+        self.buckets = 0
+        self.recent = software.at_least("deepspeed", 0, 19, 6)
+
+    def phases(self) -> tuple[dict[str, int], dict[str, int]]:
+        """As for one GPU; of the ranks, the one with the largest peak counts in each phase."""
+        busy: Phase = (0, {})
+        stepping: Phase = (0, {})
+        for rank in self._ranks():
+            one, other = self._step(rank)
+            busy, stepping = max(busy, one, key=_size), max(stepping, other, key=_size)
+        resting = sum(size for name, size in self._resting(0).items() if name != "gradients")
+        phases = {
+            "load": self._load(),
+            "forward_backward": busy[0],
+            "optimizer_step": stepping[0],
+            "save": resting + self._largest() * self.item * 2 if self.plan.stage == 3 else resting,
+            "evaluate": self.evaluate(),
+        }
+        split = max(busy, stepping, key=_size)[1]
+        if phases["load"] > sum(split.values()):
+            split = dict.fromkeys(COMPONENTS, 0) | {"weights": phases["load"]}
+        return phases, split
+
+    def host(self, split: Mapping[str, int]) -> host.HostNeed:
+        """Main memory of all processes here."""
+        tied = parameters.embedding_numel(self.shape) * self.item if self.shape.tie_word_embeddings else 0
+        return host.deepspeed_host(
+            self.run,
+            self.plan,
+            self.everything,
+            self.trained,
+            self.ranks,
+            item=self.item,
+            inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
+            state_dict=self.weights + self.adapters + tied,
+        )
+
+    def _ranks(self) -> Sequence[int]:
+        """Ranks that may take most: shares differ below stage 3 only, by which tensors lie in them."""
+        return sorted({0, self.ranks.world // 2, self.ranks.world - 1}) if self.plan.stage in (1, 2) else (0,)
+
+    def _largest(self) -> int:
+        return max((parameter.numel for parameter in self.everything), default=0)
+
+    def _optimizer(self, sizes: Sequence[int]) -> OptimizerMemory:
+        """States and scratch for flat float32 tensors of these sizes."""
+        flat = [statics.Group(numel=size, count=1) for size in sizes]
+        return optimizers.optimizer_memory(self.run, flat, FLOAT32, software=self.software, block=self.block)
+
+    def _owned(self) -> list[int]:
+        """Elements of the flat tensors that the optimizer of one rank works on."""
+        world = self.ranks.world
+        if self.plan.stage == 3:
+            return ShardedGradients(self._ledger(), self.trained, self.plan, world=world, item=self.item).tiles
+        if self.plan.stage == 0:
+            return [parameter.numel for group in self.trained for parameter in group]
+        groups = (flat_group(group, world=world, rank=0, round_robin=False) for group in self.trained)
+        return [group.partition for group in groups]
+
+    def _ledger(self) -> Ledger:
+        return Ledger(expandable_segments=self.card.expandable_segments)
+
+    def _resting(self, rank: int) -> dict[str, int]:
+        """What lies on a card between steps, by component."""
+        owned = self._owned()
+        offloads = self.plan.offload_optimizer != "none"
+        masters = sum(self.block(numel * dtypes.size(FLOAT32)) for numel in owned)
+        held = {
+            "weights": self.weights + self.reference,
+            "adapters": self.adapters,
+            "optimizer": 0 if offloads else masters + self._optimizer(owned).states,
+            "gradients": 0,
+            "buffers": 2 * cublas_workspace(self.card.compute_capability),
+        }
+        if self.plan.stage == 3:
+            held |= self._partitioned()
+        elif offloads:
+            held["buffers"] += self.block(max(p.numel for group in self.trained for p in group) * self.item)
+        return held
+
+    def _partitioned(self) -> dict[str, int]:
+        """The same under stage 3: shards of all parameters and of what gradients are summed in, and the bucket."""
+        world, offloads = self.ranks.world, self.plan.offload_param != "none"
+        trained = sum(partition(p, world) for group in self.trained for p in group)
+        frozen = sum(
+            self.block(partition(p, world) * self.item)
+            for p in self.everything
+            if not p.trained and not (offloads and p.numel > self.plan.persistence_threshold)
+        )
+        own = 0 if offloads else self.block(trained * self.item)
+        adapters = self.run.finetuning_type in ADAPTERS
+        summed = 0 if self.plan.offload_optimizer != "none" else self.block(trained * self.item)
+        bucket = self.block(self.plan.reduce_bucket_size * self.item) if self.plan.contiguous_gradients else 0
+        return {
+            "weights": frozen + (0 if adapters else own) + self.reference,
+            "adapters": own if adapters else 0,
+            "gradients": summed + bucket,
+        }
+
+    def _load(self) -> int:
+        """Loading and DeepSpeed's preparations; LLaMA-Factory makes what is trained float32 below stage 3."""
+        held = self._resting(0)
+        workspace = 2 * cublas_workspace(self.card.compute_capability)
+        masters = [numel * dtypes.size(FLOAT32) for numel in self._owned()]
+        offloads = self.plan.offload_optimizer != "none"
+        if self.plan.stage == 3:
+            shards = held["weights"] + held["adapters"]
+            flat = 0 if offloads else sum(masters) + max(masters, default=0)
+            gathered = 2 * self._largest() * self.item
+            final = sum(held.values()) - workspace - (0 if offloads else self._optimizer(self._owned()).states)
+            return max(shards + flat, final + gathered)
+        trained = sum(p.numel for group in self.trained for p in group)
+        kept = not (self.run.pure_bf16 or self.run.use_badam)
+        upcast = trained * (dtypes.size(FLOAT32) - self.item) if kept else 0
+        casting = self._largest() * self.item if kept and self.run.finetuning_type == "full" else 0
+        prepared = 0 if offloads else 2 * sum(masters)
+        return self.weights + self.reference + self.adapters + max(upcast + casting, prepared)
+
+    def _step(self, rank: int) -> tuple[Phase, Phase]:
+        """One optimizer step: forward and backward of its micro-steps, then the optimizer's part."""
+        ledger = self._ledger()
+        held = [Storage(ledger, size, name) for name, size in self._resting(rank).items()]
+        gradients, coordinator = self._gradients(ledger, rank)
+        micro_steps = min(self.run.gradient_accumulation_steps, 2) if self.plan.stage < 3 else 2
+        for number in range(micro_steps):
+            last = self.run.gradient_accumulation_steps == 1 or number == micro_steps - 1
+            gradients.boundary = last
+            ops = Ops(ledger, autocast_dtype=None)
+            if coordinator is not None:
+                coordinator.begin_forward()
+                ops.modules = coordinator
+            builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
+            self._run(ops, builder, self.batch)
+            gradients.end_backward()
+            if coordinator is not None and self.recent:
+                coordinator.release_leftovers()
+        busy = ledger.take_peak()
+        if coordinator is not None:
+            coordinator.release_all()
+        gradients.step(self._optimizer)
+        stepping = ledger.take_peak()
+        del held
+        return busy, stepping
+
+    def _gradients(
+        self, ledger: Ledger, rank: int
+    ) -> tuple[PartitionedGradients | ShardedGradients, Coordinator | None]:
+        world, plan = self.ranks.world, self.plan
+        if plan.stage == 3:
+            coordinator = Coordinator(ledger, self.everything, plan, world=world, item=self.item)
+            return ShardedGradients(ledger, self.trained, plan, world=world, item=self.item), coordinator
+        flat = [
+            flat_group(group, world=world, rank=rank, round_robin=plan.round_robin_gradients) for group in self.trained
+        ]
+        checked = 0 if self.recent else OVERFLOW_BYTES
+        return PartitionedGradients(ledger, flat, plan, item=self.item, rank=rank, overflow_bytes=checked), None
+
+
+def _size(phase: Phase) -> int:
+    return phase[0]

@@ -1,0 +1,204 @@
+"""DeepSpeed's ZeRO-3 on paper: which parameters are gathered when.
+
+Source: deepspeed 0.18.4, runtime/zero/{partitioned_param_coordinator,parameter_offload,partition_parameters}.py. The first
+micro-step records in which order modules run; from then on parameters are fetched ahead, and those that are used again
+soon stay.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from llamafactory_preflight.memory.paper import Ledger, Storage
+from llamafactory_preflight.memory.sharding import Key, Parameter
+from llamafactory_preflight.zero import ZeroPlan
+
+
+NEVER = -(10**10)
+
+
+def partition(parameter: Parameter, world: int) -> int:
+    """Elements of a parameter that each rank keeps, padding included."""
+    return -(-parameter.numel // world)
+
+
+class _Gathered:
+    """A parameter and whether its whole tensor is on the card."""
+
+    __slots__ = ("active", "available", "handle", "numel", "on_host", "part", "persists", "storage")
+
+    def __init__(self, parameter: Parameter, plan: ZeroPlan, world: int) -> None:
+        self.numel, self.part = parameter.numel, partition(parameter, world)
+        self.persists = parameter.numel <= plan.persistence_threshold
+        self.on_host = plan.offload_param != "none" and (parameter.trained or not self.persists)
+        self.available = False
+        self.active: set[tuple[str, Key]] = set()
+        self.handle: _Fetch | None = None
+        self.storage: Storage | None = None
+
+
+class _Fetch:
+    """Several parameters gathered in one flat tensor, out of which each is copied when the first is waited for."""
+
+    def __init__(self, members: Sequence[_Gathered], flat: Storage | None) -> None:
+        self.members, self.flat, self.done = members, flat, False
+
+
+class Coordinator:
+    """Gathers parameters around the modules that use them.
+
+    Args:
+        ledger: Books every byte.
+        everything: All parameters, in order.
+        plan: DeepSpeed's settings.
+        world: Ranks.
+        item: Bytes of an element of the model.
+    """
+
+    def __init__(
+        self, ledger: Ledger, everything: Sequence[Parameter], plan: ZeroPlan, *, world: int, item: int
+    ) -> None:
+        self.ledger, self.plan, self.world, self.item = ledger, plan, world, item
+        self.states = {parameter.key: _Gathered(parameter, plan, world) for parameter in everything}
+        self.visits: list[tuple[_Gathered, ...]] = []
+        self.complete = False
+        self.step_number = self.num_available = 0
+        self.queue: deque[tuple[_Gathered, int]] = deque()
+        self.fetched: dict[_Gathered, int] = {}
+        self.uses: dict[_Gathered, list[int]] = {}
+        self.passed: list[int] = []
+
+    def begin_forward(self) -> None:
+        """reset_step: at the second micro-step the recorded order is complete."""
+        for state in self.states.values():
+            if state.handle is not None:
+                state.handle = None
+                state.available = True
+                self._release(state)
+        if self.visits and not self.complete:
+            self.complete = True
+            self.passed = [0, *accumulate(sum(state.numel for state in visit) for visit in self.visits)]
+            for number, visit in enumerate(self.visits):
+                for state in visit:
+                    self.uses.setdefault(state, []).append(number)
+        self.queue = deque((state, number) for number, visit in enumerate(self.visits) for state in visit)
+        self.fetched = {}
+        self.step_number = self.num_available = 0
+
+    def enter(self, module: str, key: Key) -> None:
+        """fetch_sub_module: gathers what the module needs, and what comes next."""
+        members = self._members(key)
+        self._gather([state for state in members if not state.available and state.handle is None])
+        for state in members:
+            state.active.add((module, key))
+            self._wait(state)
+        if self.complete:
+            self._prefetch(members)
+        else:
+            self.visits.append(members)
+        self.step_number += 1
+
+    def leave(self, module: str, key: Key) -> None:
+        """release_sub_module."""
+        for state in self._members(key):
+            state.active.discard((module, key))
+            if self._may_go(state):
+                self._release(state)
+
+    def release_leftovers(self) -> None:
+        """After the backward, from DeepSpeed 0.19.6 on: what nobody let go, as its input has no gradient."""
+        for state in self.states.values():
+            if state.available and not state.persists:
+                state.active.clear()
+                self._release(state)
+
+    def release_all(self) -> None:
+        """Before the optimizer's step."""
+        for state in self.states.values():
+            state.active.clear()
+            state.available, state.handle, state.storage = False, None, None
+
+    def gather_persistent(self) -> None:
+        """After it: small parameters stay gathered."""
+        self._gather([state for state in self.states.values() if state.persists])
+        for state in self.states.values():
+            self._wait(state)
+
+    def _members(self, key: Key) -> tuple[_Gathered, ...]:
+        """A module's parameters: its weight and its bias."""
+        layer, name = key
+        bias = self.states.get((layer, f"{name}.bias"))
+        return (self.states[key],) if bias is None else (self.states[key], bias)
+
+    def _prefetch(self, members: Sequence[_Gathered]) -> None:
+        needed = [state for state in members if self.fetched.get(state, NEVER) < self.step_number]
+        passed: set[_Gathered] = set()
+        while self.queue and len(passed) < len(needed):
+            state, number = self.queue.popleft()
+            self.fetched[state] = number
+            passed.add(state)
+        room = min(self.plan.max_live_parameters - self.num_available, self.plan.prefetch_bucket_size)
+        ahead: list[_Gathered] = []
+        numel = 0
+        while self.queue and numel < room:
+            state, number = self.queue.popleft()
+            self.fetched[state] = max(self.fetched.get(state, NEVER), number)
+            if not state.available and state.handle is None and state not in ahead:
+                ahead.append(state)
+                numel += state.numel
+        self._gather(ahead)
+
+    def _may_go(self, state: _Gathered) -> bool:
+        """Whether a parameter is neither in use, nor small, nor fetched or used again within the reuse distance."""
+        if not state.available or state.active:
+            return False
+        if not self.complete:
+            return True
+        if state.persists or self.fetched.get(state, NEVER) > self.step_number:
+            return False
+        uses = self.uses[state]
+        after = bisect_left(uses, self.step_number)
+        if after == len(uses):
+            return True
+        return self.passed[uses[after]] - self.passed[self.step_number] >= self.plan.max_reuse_distance
+
+    def _release(self, state: _Gathered) -> None:
+        state.available, state.storage = False, None
+        self.num_available -= state.numel
+
+    def _gather(self, states: Sequence[_Gathered]) -> None:
+        """all_gather_coalesced: with one rank a copy from main memory, or none at all."""
+        if not states:
+            return
+        self.num_available += sum(state.numel for state in states)
+        if self.world == 1:
+            for state in states:
+                state.storage = self._storage(state.numel) if state.on_host else None
+                state.handle = _Fetch((), None)
+            return
+        parts = sum(state.part for state in states)
+        flat = self._storage(parts * self.world)
+        copies = self._storage(sum(state.part for state in states if state.on_host))
+        del copies
+        fetch = _Fetch(tuple(states) if len(states) > 1 else (), flat)
+        if len(states) == 1:
+            states[0].storage, fetch.flat = flat, None
+        for state in states:
+            state.handle = fetch
+
+    def _wait(self, state: _Gathered) -> None:
+        fetch = state.handle
+        if fetch is None:
+            return
+        if not fetch.done:
+            for member in fetch.members:
+                member.storage = self._storage(member.numel)
+                member.available = True
+            fetch.done, fetch.members = True, ()
+        state.available, state.handle = True, None
+
+    def _storage(self, numel: int) -> Storage:
+        return Storage(self.ledger, numel * self.item, "weights")
