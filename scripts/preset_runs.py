@@ -45,6 +45,7 @@ class Run:
         keeps_output: Whether what it saved stays, for a run that goes on from there.
         seconds: Stop after the step at which so many have passed since the first one; None runs to the last step.
         counts: Whether to count samples and tokens without padding.
+        timed: Whether its speed is wanted: it has random weights, and trains while no other run does.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Run:
     keeps_output: bool = False
     seconds: float | None = None
     counts: bool = False
+    timed: bool = True
     row: dict[str, Any] = field(default_factory=dict)
 
 
@@ -133,7 +135,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
     from transformers import TrainerCallback
 
     result: dict[str, Any] = {}
-    turn = _Turn(rank == 0)
+    turn = _Turn(run.timed and rank == 0)
     counted = _count(packed=bool(run.arguments.get("neat_packing"))) if run.counts else ()
 
     def peak() -> float:
@@ -145,7 +147,8 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             result["load_peak_gib"] = peak()
-            fill(kwargs["model"])
+            if run.timed:
+                fill(kwargs["model"])
             torch.cuda.empty_cache()
             turn.take()
             peak()

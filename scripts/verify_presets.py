@@ -1,6 +1,7 @@
 """Runs every preset on a CUDA card under the memory of its tier's smallest card: does it fit, and as predicted?
 
-usage: python scripts/verify_presets.py [PRESET ...] [--jobs N] [--one-gpu] [--accumulate N] [--resume] [--json]
+usage: python scripts/verify_presets.py [PRESET ...] [--jobs N] [--memory-only] [--one-gpu] [--accumulate N]
+       [--resume] [--json]
 
 The models have the real shapes and random weights, so nothing is downloaded; every sample is as long as the preset
 allows. A preset trains for four optimizer steps, evaluates if it says so, and saves. Presets load side by side and
@@ -73,6 +74,7 @@ def run_of(preset: Preset, options: argparse.Namespace, card: dict[str, Any], *,
         one_gpu=card["count"] < preset.num_gpus,
         cap_gib=preset.usable_bytes / GIB,
         need_gib=each * (preset.num_gpus if card["count"] < preset.num_gpus else 1),
+        timed=not options.memory_only,
         row={"predicted_gib": peak and round(peak / GIB, 4)},
     )
 
@@ -110,7 +112,8 @@ def completed(run: Run, row: dict[str, Any], card: dict[str, Any]) -> dict[str, 
     row |= {"gpu": card["name"], "digest": digest(run), "tokens_per_step": tokens}
     row["accumulation"] = given["gradient_accumulation_steps"]
     seconds = row.get("step_seconds", [])[1:]
-    row["tokens_per_second"] = round(tokens * len(seconds) / sum(seconds)) if seconds and row["ok"] else None
+    timed = run.timed and seconds and row["ok"]
+    row["tokens_per_second"] = round(tokens * len(seconds) / sum(seconds)) if timed else None
     return row | {"verdict": verdict(row)}
 
 
@@ -240,6 +243,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("presets", nargs="*", metavar="PRESET", help="names; all of them if none is given")
     parser.add_argument("--jobs", type=int, default=4, help="how many load at a time (they train one after the other)")
+    parser.add_argument("--memory-only", action="store_true", help="all train at once, so that speeds say nothing")
     parser.add_argument("--one-gpu", action="store_true", help="presets for several GPUs share the only one")
     parser.add_argument("--accumulate", type=int, help="at most as many micro-batches a step, to save time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
