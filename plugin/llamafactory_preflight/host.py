@@ -4,82 +4,90 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+
+from llamafactory_preflight import cgroups
 
 
 MEMINFO = Path("/proc/meminfo")
-CGROUPS = Path("/proc/self/cgroup")
-CGROUP_ROOT = Path("/sys/fs/cgroup")
+KERNEL = Path("/proc/sys/kernel/osrelease")
 
 
-def available_bytes(
-    *, meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, cgroup_root: Path = CGROUP_ROOT
-) -> int | None:
-    """Memory that a new process may take: the machine's `MemAvailable`, or less where a cgroup limits it.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MainMemory:
+    """Main memory as a new process finds it; swap is not counted, as a training that swaps stands still.
 
-    Returns:
-        Bytes, or None where the system does not tell (not Linux).
+    Attributes:
+        available_bytes: What it may take: the machine's `MemAvailable`, or less where a cgroup limits it.
+        total_bytes: What the machine has.
+        limit_bytes: The cgroup limit that decides, or None where the machine does.
+        limited_by: The folder of that cgroup, or None likewise.
     """
+
+    available_bytes: int
+    total_bytes: int
+    limit_bytes: int | None = None
+    limited_by: Path | None = None
+
+
+def main_memory(
+    *,
+    meminfo: Path = MEMINFO,
+    process: Path = cgroups.PROCESS,
+    default_mount: Path = cgroups.DEFAULT_MOUNT,
+) -> MainMemory | None:
+    """Reads what is available now, or None where the system does not tell (not Linux)."""
     try:
-        match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo.read_text(), re.MULTILINE)
+        text = meminfo.read_text(encoding="utf-8")
     except OSError:
         return None
-    if match is None:
+    rows = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
+    if "MemAvailable" not in rows:
         return None
-    return min([int(match.group(1)) * 1024, *_cgroup_rooms(cgroups, cgroup_root)])
+    available = rows["MemAvailable"]
+    total = rows.get("MemTotal", available)
+    tightest = min(cgroups.limits(process, default_mount), key=lambda group: group.free_bytes, default=None)
+    if tightest is None or tightest.free_bytes >= available:
+        return MainMemory(available_bytes=available, total_bytes=total)
+    return MainMemory(
+        available_bytes=tightest.free_bytes,
+        total_bytes=total,
+        limit_bytes=tightest.limit_bytes,
+        limited_by=tightest.folder,
+    )
+
+
+def available_bytes() -> int | None:
+    """Main memory that a new process may take, or None where the system does not tell."""
+    memory = main_memory()
+    return memory.available_bytes if memory else None
+
+
+def existing_parent(path: Path) -> Path | None:
+    """The folder that `path` will be created in, or None where nothing of it can be reached."""
+    for folder in (path.absolute(), *path.absolute().parents):
+        try:
+            if folder.is_dir():
+                return folder
+        except OSError:
+            continue
+    return None
 
 
 def free_disk_bytes(path: Path) -> int | None:
     """Free space where `path` is or will be created, or None where it cannot be told."""
-    existing = next((folder for folder in (path.absolute(), *path.absolute().parents) if folder.exists()), None)
+    existing = existing_parent(path)
     try:
         return shutil.disk_usage(existing).free if existing else None
     except OSError:
         return None
 
 
-def _cgroup_rooms(cgroups: Path, root: Path) -> Iterator[int]:
-    """Limit minus use of every memory cgroup from this process's own up to the root."""
+def is_wsl(environ: Mapping[str, str], *, kernel: Path = KERNEL) -> bool:
+    """Whether this Linux runs inside Windows (WSL); its kernel carries the vendor's name."""
     try:
-        lines = cgroups.read_text().splitlines()
+        return "microsoft" in kernel.read_text(encoding="utf-8").lower()
     except OSError:
-        return
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if controllers == "":
-            base, limit, used, cache = root, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            base, limit, cache = root / "memory", "memory.limit_in_bytes", "total_inactive_file"
-            used = "memory.usage_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's; the root of the mount is then the container's own group.
-        folder = base / own.lstrip("/")
-        for level in (folder, *folder.parents):
-            if level != base and base not in level.parents:
-                break
-            room = _room(level, limit, used, cache)
-            if room is not None:
-                yield room
-
-
-def _room(folder: Path, limit_name: str, used_name: str, cache_name: str) -> int | None:
-    limit = _number(folder / limit_name)
-    used = _number(folder / used_name)
-    if limit is None or used is None or limit >= 1 << 62:
-        return None
-    # The kernel drops inactive file cache before it kills, so that part counts as free.
-    try:
-        match = re.search(rf"^{cache_name} (\d+)$", (folder / "memory.stat").read_text(), re.MULTILINE)
-    except OSError:
-        match = None
-    return max(0, limit - used + (int(match.group(1)) if match else 0))
-
-
-def _number(file: Path) -> int | None:
-    try:
-        text = file.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
+        return "WSL_DISTRO_NAME" in environ

@@ -1,0 +1,166 @@
+"""NVIDIA cards and their MIG slices, asked of the driver through NVML."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from llamafactory_preflight.device import choice, processes
+from llamafactory_preflight.device.card import Device, DriverError, context_of
+from llamafactory_preflight.device.processes import Process
+
+
+def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
+    """The cards that a CUDA process started now would see, in its order; empty without a driver.
+
+    On a machine with unlike cards CUDA counts the fastest first unless CUDA_DEVICE_ORDER=PCI_BUS_ID; NVML counts as
+    that setting does.
+
+    Raises:
+        DriverError: There is a driver, and it does not answer; CUDA would not start either.
+    """
+    try:
+        import pynvml
+    except ImportError:
+        return ()
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = {getattr(pynvml, f"NVML_ERROR_{name}", None) for name in ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")}
+        if getattr(error, "value", None) in absent:
+            return ()
+        if getattr(error, "value", None) == getattr(pynvml, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", -1):
+            raise DriverError(
+                "The NVIDIA driver was updated and the old one is still loaded, so that CUDA cannot start: reboot"
+            ) from None
+        raise DriverError(f"The NVIDIA driver does not answer ({error})") from None
+    try:
+        return tuple(
+            _described(pynvml, handle, number, place, environ)
+            for place, (handle, number) in enumerate(_selected(pynvml, environ.get("CUDA_VISIBLE_DEVICES")))
+        )
+    except pynvml.NVMLError as error:
+        raise DriverError(f"The NVIDIA driver does not answer ({error})") from None
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def highest_cuda() -> int | None:
+    """The major version of CUDA that the driver can run, or None where it does not say."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # whatever is wrong is told elsewhere
+        return None
+    try:
+        return int(pynvml.nvmlSystemGetCudaDriverVersion()) // 1000
+    except pynvml.NVMLError:
+        return None
+    finally:
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlShutdown()
+
+
+def _selected(nvml: Any, text: str | None) -> Iterator[tuple[Any, int]]:
+    """Handle and number of each card; a card in MIG mode is seen as one slice, and CUDA sees one slice in all."""
+    count = nvml.nvmlDeviceGetCount()
+    cards = [nvml.nvmlDeviceGetHandleByIndex(number) for number in range(count)]
+    if text is not None and text.startswith("MIG-"):
+        slices = [(part, number) for number, card in enumerate(cards) for part in _slices(nvml, card)]
+        first = text.split(",")[0].strip()
+        names = [_text(nvml.nvmlDeviceGetUUID(part)) for part, _ in slices]
+        old_names = [_old_name(nvml, part, cards[number]) for part, number in slices]
+        places = choice.chosen(first, count=len(slices), uuids=names, prefix="MIG-")
+        yield from [slices[place] for place in places or [at for at, old in enumerate(old_names) if old == first]][:1]
+        return
+    has_slice = False
+    for number in choice.chosen(text, count=count, uuids=[_text(nvml.nvmlDeviceGetUUID(card)) for card in cards]):
+        if not _in_mig_mode(nvml, cards[number]):
+            yield cards[number], number
+        elif not has_slice:
+            first_slice = next(_slices(nvml, cards[number]), None)
+            has_slice = first_slice is not None
+            if has_slice:
+                yield first_slice, number
+
+
+def _in_mig_mode(nvml: Any, card: Any) -> bool:
+    with suppress(nvml.NVMLError):
+        return bool(nvml.nvmlDeviceGetMigMode(card)[0])
+    return False  # too old for it
+
+
+def _slices(nvml: Any, card: Any) -> Iterator[Any]:
+    if not _in_mig_mode(nvml, card):
+        return
+    for number in range(nvml.nvmlDeviceGetMaxMigDeviceCount(card)):
+        with suppress(nvml.NVMLError):  # the places of a card need not all be taken
+            yield nvml.nvmlDeviceGetMigDeviceHandleByIndex(card, number)
+
+
+def _old_name(nvml: Any, part: Any, card: Any) -> str:
+    """How drivers before R470 named a slice: `MIG-GPU-<uuid>/<GPU instance>/<compute instance>`."""
+    with suppress(nvml.NVMLError):
+        instances = nvml.nvmlDeviceGetGpuInstanceId(part), nvml.nvmlDeviceGetComputeInstanceId(part)
+        return f"MIG-{_text(nvml.nvmlDeviceGetUUID(card))}/{instances[0]}/{instances[1]}"
+    return ""
+
+
+def _described(nvml: Any, handle: Any, number: int, place: int, environ: Mapping[str, str]) -> Device:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    capability: tuple[int, int] | None = None
+    reserved = 0
+    with suppress(nvml.NVMLError):
+        # A slice does not say, its card does.
+        capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByIndex(number)))
+    with suppress(nvml.NVMLError, AttributeError):
+        reserved = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).reserved)
+    running = _processes(nvml, handle)
+    ours = {pid for pid in running if processes.is_ours(pid, environ)}
+    total, free = int(memory.total), int(memory.free)
+    # In many containers the driver lists no process, and then not this one either.
+    own = sum(running[pid] or 0 for pid in ours) if ours else _own_context(place, total, total - free - reserved)
+    return Device(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=total,
+        free_bytes=min(total, free + own),
+        index=place,
+        compute_capability=capability,
+        processes=tuple(
+            Process(pid=pid, name=processes.name_of(pid), used_bytes=used)
+            for pid, used in sorted(running.items(), key=lambda item: (-(item[1] or 0), item[0]))
+            if pid not in ours
+        ),
+        physical_index=number,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        reserved_bytes=reserved,
+    )
+
+
+def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
+    """Bytes by process; one that computes and draws is in two lists with the same amount."""
+    found: dict[int, int | None] = {}
+    for kind in ("Compute", "Graphics", "MPSCompute"):
+        with suppress(nvml.NVMLError, AttributeError):
+            for process in getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses")(handle):
+                used = getattr(process, "usedGpuMemory", None)
+                found[process.pid] = max(used or 0, found.get(process.pid) or 0) or None
+    return found
+
+
+def _own_context(place: int, total: int, taken: int) -> int:
+    """The CUDA context that this process already has on the card; torch is asked only where it was started here."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    if cuda is None or not cuda.is_initialized() or cuda.current_device() != place:
+        return 0
+    return max(0, min(context_of(total), taken))
+
+
+def _text(value: str | bytes) -> str:
+    text = value.decode(errors="replace") if isinstance(value, bytes) else value
+    return re.sub(r"[^\x20-\x7e]", "?", text)

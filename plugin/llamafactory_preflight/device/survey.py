@@ -1,0 +1,64 @@
+"""Which accelerators a training that starts now would find, and if it finds none although one is there, why."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from llamafactory_preflight.device import amd, apple, ascend, nvidia, torch_build
+from llamafactory_preflight.device.card import Device, DriverError
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """What was found.
+
+    Attributes:
+        devices: In torch's order.
+        fault: Why a device that is there cannot be used, as a sentence without a final period; otherwise None.
+    """
+
+    devices: tuple[Device, ...] = ()
+    fault: str | None = None
+
+
+def survey(environ: Mapping[str, str] | None = None) -> Survey:
+    """Looks for devices in LLaMA-Factory's order (extras/misc.py, `get_device_count`): Ascend, Apple, then the rest.
+
+    Whether the rest is NVIDIA's or AMD's depends on what torch was built for.
+    """
+    env = os.environ if environ is None else environ
+    if torch_build.has("torch_npu") and (found := ascend.devices(env)):
+        return Survey(devices=found)
+    if found := apple.devices():
+        return Survey(devices=found)
+    build = torch_build.installed()
+    if build is not None and build.hip is not None:
+        return Survey(devices=amd.devices(env))
+    try:
+        found = nvidia.devices(env)
+    except DriverError as error:
+        return Survey(fault=str(error))
+    fault = _why_unusable(build) if found else None
+    return Survey(fault=fault) if fault else Survey(devices=found)
+
+
+def visible(environ: Mapping[str, str] | None = None) -> tuple[Device, ...]:
+    """The devices alone."""
+    return survey(environ).devices
+
+
+def _why_unusable(build: torch_build.TorchBuild | None) -> str | None:
+    if build is None:
+        return None  # no torch here: the card is planned for, not used
+    if build.cuda is None:
+        return "There is an NVIDIA GPU, but the installed torch is built without CUDA: install one with it"
+    wanted, highest = int(build.cuda.split(".")[0]), nvidia.highest_cuda()
+    # Within a major version an older driver will do (CUDA minor version compatibility).
+    if highest is not None and highest < wanted:
+        return (
+            f"The NVIDIA driver runs CUDA up to {highest}, and the installed torch is built for {build.cuda}: update "
+            "the driver, or install a torch for an older CUDA"
+        )
+    return None
