@@ -73,6 +73,7 @@ def _looked_at(
         beside=file.resolve().parent if file else None,
         devices=preflight.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
         host_budget_bytes=host.available_bytes(),
+        here=host.main_memory(),
         length=length,
     )
 

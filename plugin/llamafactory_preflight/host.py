@@ -85,6 +85,15 @@ def free_disk_bytes(path: Path) -> int | None:
         return None
 
 
+def file_system(path: Path) -> int | None:
+    """A number for the file system that `path` is or will be created on, or None where it cannot be told."""
+    existing = existing_parent(path)
+    try:
+        return existing.stat().st_dev if existing else None
+    except OSError:
+        return None
+
+
 def is_wsl(environ: Mapping[str, str], *, kernel: Path = KERNEL) -> bool:
     """Whether this Linux runs inside Windows (WSL); its kernel carries the vendor's name."""
     try:

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from llamafactory_preflight import (
     allocator,
     arguments,
+    disk,
     findings,
     host,
     hub,
@@ -26,7 +27,7 @@ from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
-from llamafactory_preflight.result import Finding, Result
+from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
@@ -35,7 +36,6 @@ from llamafactory_preflight.zero import ZeroPlan
 
 
 MOST_GPUS = 4096
-SEVERITIES = ("error", "warning", "info")
 
 
 def check(
@@ -84,12 +84,14 @@ def check(
         beside=beside,
         devices=devices,
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
+        here=None if host_ram else host.main_memory(),
         exact=exact,
         trains=False,
     )
     if result.device is None and not result.run.use_cpu:
         raise UserError(
-            "There is no NVIDIA GPU here to plan for", next_step="Name a card with --gpu 24GiB, or set use_cpu=true"
+            cards.survey().fault or "There is no GPU here to plan for",
+            next_step="Name a card with --gpu 24GiB, or set use_cpu=true",
         )
     return result
 
@@ -101,6 +103,7 @@ def examine(
     beside: Path | None,
     devices: tuple[Device, ...],
     host_budget_bytes: int | None,
+    here: host.MainMemory | None = None,
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
     length: int | None = None,
@@ -108,8 +111,9 @@ def examine(
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
-    `length` is that of the longest sample, once it is known; the cutoff stands for it until then. Without `trains` the
-    arguments may also be those of `chat`, `api` or `export`.
+    `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
+    it is known; the cutoff stands for it until then. Without `trains` the arguments may also be those of `chat`,
+    `api` or `export`.
 
     Raises:
         UserError: An argument is faulty.
@@ -126,17 +130,20 @@ def examine(
     serves = not trains and _serves(run)
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
-    found: list[Finding] = []
+    writes: list[disk.Need] = [*disk.data(run, env)]
+    checkpoint: disk.Checkpoint | None = None
+    model_type = ""
     proposed: tuple[remedies.Remedy, ...] = ()
     try:
         assert run.model_name_or_path is not None
         model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
-        found += findings.disk_for_weights(model)
+        writes += disk.weights(model)
         if given.get("trust_remote_code") and model.config.get("auto_map"):
             raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
         if "vision_config" in model.config and (media := paths.datasets_with_media(resolved_arguments)):
             raise Unmodelled(f"What the images of {', '.join(media)} take has no formula yet")
-        family = FAMILIES.get(str(model.config.get("model_type")))
+        model_type = str(model.config.get("model_type"))
+        family = FAMILIES.get(model_type)
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
@@ -147,6 +154,7 @@ def examine(
             estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
             shape = _shape(model.config)
+            checkpoint = _checkpoint(run, shape, software)
             if run.deepspeed is not None:
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
             if serves:
@@ -156,17 +164,12 @@ def examine(
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
-        found += findings.disk_for_checkpoints(run, estimate)
-        found += findings.host_memory(estimate, host_budget_bytes)
+        checkpoint = checkpoint or disk.checkpoint_from(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")
-    found += findings.launch(run, origin=origin, num_gpus=len(devices), environ=env)
-    found += findings.json_file(origin, software)
-    found += findings.bad_pairs(software, run)
-    found += findings.missing_packages(run, software)
-    if decisive is not None:
-        found += findings.card(run, decisive)
-    return Result(
+    if checkpoint is not None:
+        writes += disk.checkpoints(run, checkpoint)
+    result = Result(
         origin=origin,
         run=run,
         software=software,
@@ -176,11 +179,21 @@ def examine(
         devices=() if on_cpu else devices,
         host_budget_bytes=host_budget_bytes,
         verdict=answer,
-        findings=tuple(sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))),
+        findings=(),
         resolved=resolved,
         remedies=proposed,
         serves=serves,
     )
+    surroundings = findings.Surroundings(
+        environ=env,
+        num_gpus=len(devices),
+        model_type=model_type,
+        here=here,
+        fault=None if devices or run.use_cpu else cards.survey(env).fault,
+        writes=tuple(writes),
+        checkpoint=checkpoint,
+    )
+    return replace(result, findings=findings.about(result, surroundings))
 
 
 def _shape(config: Mapping[str, Any]) -> ModelShape:
@@ -188,6 +201,13 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         return ModelShape.from_config(config)
     except Unmodelled as error:
         raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
+
+
+def _checkpoint(run: RunDescription, shape: ModelShape, software: Software) -> disk.Checkpoint | None:
+    try:
+        return disk.checkpoint_of(run, shape, software=software)
+    except Unmodelled:
+        return None
 
 
 def _serves(run: RunDescription) -> bool:

@@ -30,8 +30,9 @@ class Argument:
 
     Attributes:
         name: The key in a YAML file.
-        kinds: Accepted kinds: names of `PLAIN_KINDS`, `None`, and `other` for types that cannot be judged from here.
-        choices: The values of a `Literal`, or an empty tuple.
+        kinds: Accepted kinds: names of `PLAIN_KINDS`, `None`, `enum` for one of `choices` alone, and `other` for types
+            that cannot be judged from here.
+        choices: The values of a `Literal` or of one of LLaMA-Factory's enumerations, or an empty tuple.
         defaults: The literal default; several where it depends on a version, none where it is not a literal.
         aliases: Further spellings on the command line.
     """
@@ -98,6 +99,7 @@ def parse(llamafactory: Path, transformers: Path) -> Schema | None:
     try:
         for file in files:
             classes |= _classes(file)
+        enums = _enums(llamafactory / "extras" / "constants.py")
         for file in (transformers / "training_args.py", transformers / "training_args_seq2seq.py"):
             classes |= {f"transformers.{name}": node for name, node in _classes(file).items()}
     except (OSError, SyntaxError):
@@ -106,7 +108,7 @@ def parse(llamafactory: Path, transformers: Path) -> Schema | None:
     for root in ROOT_CLASSES:
         if root not in classes:
             return None
-        arguments |= {argument.name: argument for argument in _fields(root, classes)}
+        arguments |= {argument.name: argument for argument in _fields(root, classes, enums)}
     return Schema(arguments=arguments)
 
 
@@ -122,23 +124,44 @@ def _classes(file: Path) -> dict[str, ast.ClassDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
 
 
-def _fields(name: str, classes: Mapping[str, ast.ClassDef]) -> Iterator[Argument]:
+def _enums(file: Path) -> dict[str, tuple[Any, ...]]:
+    """The values of every enumeration in a file: dataclasses take any text for them, and the model refuses it late."""
+    return {
+        name: tuple(
+            statement.value.value
+            for statement in node.body
+            if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Constant)
+        )
+        for name, node in _classes(file).items()
+        if any("Enum" in ast.unparse(base) for base in node.bases)
+    }
+
+
+def _fields(
+    name: str, classes: Mapping[str, ast.ClassDef], enums: Mapping[str, tuple[Any, ...]]
+) -> Iterator[Argument]:
     node = classes[name]
     prefix = "transformers." if name.startswith("transformers.") else ""
     for base in node.bases:
         text = ast.unparse(base)
         if text in {"BaseTrainingArguments", "Seq2SeqTrainingArguments"}:
-            yield from _fields("transformers.Seq2SeqTrainingArguments", classes)
+            yield from _fields("transformers.Seq2SeqTrainingArguments", classes, enums)
         elif prefix + text in classes:
-            yield from _fields(prefix + text, classes)
+            yield from _fields(prefix + text, classes, enums)
     for statement in node.body:
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            argument = _argument(statement.target.id, statement.annotation, statement.value, node)
+            argument = _argument(statement.target.id, statement.annotation, statement.value, node, enums)
             if argument is not None:
                 yield argument
 
 
-def _argument(name: str, annotation: ast.expr, value: ast.expr | None, owner: ast.ClassDef) -> Argument | None:
+def _argument(
+    name: str,
+    annotation: ast.expr,
+    value: ast.expr | None,
+    owner: ast.ClassDef,
+    enums: Mapping[str, tuple[Any, ...]],
+) -> Argument | None:
     keywords = {k.arg: k.value for k in value.keywords} if isinstance(value, ast.Call) else {"default": value}
     if "ClassVar" in ast.unparse(annotation) or _literals(keywords.get("init"), owner) == (False,):
         return None
@@ -150,7 +173,7 @@ def _argument(name: str, annotation: ast.expr, value: ast.expr | None, owner: as
                 found = ast.literal_eval(item)
                 aliases = (found,) if isinstance(found, str) else tuple(found)
     choices: list[Any] = []
-    kinds = frozenset(_kinds(annotation, choices))
+    kinds = frozenset(_kinds(annotation, choices, enums))
     return Argument(
         name=name,
         kinds=kinds,
@@ -180,12 +203,12 @@ def _literals(node: ast.expr | None, owner: ast.ClassDef) -> tuple[Any, ...]:
     return ()
 
 
-def _kinds(node: ast.expr, choices: list[Any]) -> Iterator[str]:
+def _kinds(node: ast.expr, choices: list[Any], enums: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
     if isinstance(node, ast.BinOp):
-        yield from _kinds(node.left, choices)
-        yield from _kinds(node.right, choices)
+        yield from _kinds(node.left, choices, enums)
+        yield from _kinds(node.right, choices, enums)
     elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-        yield from _kinds(ast.parse(node.value, mode="eval").body, choices)
+        yield from _kinds(ast.parse(node.value, mode="eval").body, choices, enums)
     elif isinstance(node, ast.Constant):
         yield "None"
     elif isinstance(node, ast.Subscript):
@@ -195,14 +218,15 @@ def _kinds(node: ast.expr, choices: list[Any]) -> Iterator[str]:
             choices.extend(ast.literal_eval(item) for item in items)
         elif name in {"optional", "union"}:
             for item in items:
-                yield from _kinds(item, choices)
+                yield from _kinds(item, choices, enums)
             if name == "optional":
                 yield "None"
         else:
             yield name if name in PLAIN_KINDS else "other"
     else:
         name = ast.unparse(node)
-        yield name if name in PLAIN_KINDS else "other"
+        choices.extend(enums.get(name, ()))
+        yield "enum" if name in enums else name if name in PLAIN_KINDS else "other"
 
 
 def _fits(value: object, kinds: frozenset[str]) -> bool:

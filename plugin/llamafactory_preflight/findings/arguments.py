@@ -1,0 +1,113 @@
+"""Arguments that do something else than they say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.result import Finding
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.settings import is_enabled
+from llamafactory_preflight.software import Software
+
+
+def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[str, str]) -> Iterator[Finding]:
+    """LLaMA-Factory refuses DeepSpeed outside of torchrun, which it starts by itself only for several GPUs."""
+    forced = is_enabled(environ, "FORCE_TORCHRUN")
+    inside_torchrun = "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ
+    if run.deepspeed is not None and num_gpus <= 1 and not forced and not inside_torchrun:
+        yield Finding(
+            id="deepspeed-needs-torchrun",
+            severity="error",
+            message="LLaMA-Factory runs DeepSpeed on one GPU only under torchrun. "
+            f"Start it so: FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
+        )
+
+
+def json_file(origin: str, software: Software) -> Iterator[Finding]:
+    """LLaMA-Factory 0.9.5 hands a path to `json.load`, which takes an open file."""
+    if origin.endswith(".json") and software.at_least("llamafactory", 0, 9, 5):
+        yield Finding(
+            id="json-not-read",
+            severity="warning",
+            message=f"LLaMA-Factory {software.llamafactory} cannot read .json files. Rename it to .yaml.",
+        )
+
+
+def checkpointing(run: RunDescription) -> Iterator[Finding]:
+    """`gradient_checkpointing` is the Trainer's and enables it once more, with defaults, after LLaMA-Factory's own.
+
+    Source: llamafactory/model/model_utils/checkpointing.py, transformers/trainer.py (`_inner_training_loop`).
+    """
+    if not run.gradient_checkpointing:
+        return
+    if run.disable_gradient_checkpointing:
+        yield Finding(
+            id="checkpointing-not-disabled",
+            severity="warning",
+            message="gradient_checkpointing=true turns checkpointing on again after disable_gradient_checkpointing. "
+            "Leave it out to train without.",
+            set={"gradient_checkpointing": False},
+        )
+    elif not run.use_reentrant_gc:
+        yield Finding(
+            id="checkpointing-reentrant",
+            severity="warning",
+            message="gradient_checkpointing=true makes checkpointing reentrant in spite of use_reentrant_gc=false. "
+            "Leave it out: LLaMA-Factory checkpoints by itself.",
+            set={"gradient_checkpointing": False},
+        )
+
+
+def evaluation(run: RunDescription, estimate: MemoryEstimate | None) -> Iterator[Finding]:
+    """An evaluation with metrics keeps its predictions on the card, and its batch has a size of its own.
+
+    Without metrics transformers keeps losses alone (`prediction_loss_only`). With them LLaMA-Factory keeps the
+    likeliest token (train/sft/metric.py, `eval_logit_processor`), 8 bytes, and transformers the label, 8 more.
+    """
+    looks = run.do_eval or run.do_predict or run.eval_strategy != "no"
+    has_metrics = run.compute_accuracy or run.predict_with_generate
+    if looks and has_metrics and not run.prediction_loss_only and run.eval_accumulation_steps is None:
+        yield Finding(
+            id="eval-accumulates",
+            severity="info",
+            message="Until an evaluation ends, the predictions of the whole evaluation set stay on the card, 16 bytes "
+            "for each token with its padding. eval_accumulation_steps moves them to main memory.",
+            set={"eval_accumulation_steps": 10},
+        )
+    if estimate is None:
+        return
+    needs = estimate.phases.get("evaluate", 0)
+    if needs > estimate.peak_allocated_bytes and run.per_device_eval_batch_size > 1:
+        yield Finding(
+            id="eval-batch",
+            severity="info",
+            message=f"Evaluation takes more than training, {{evaluation}}: its batch is "
+            f"{run.per_device_eval_batch_size}, and its logits are written out.",
+            amounts={"evaluation": needs},
+            set={"per_device_eval_batch_size": 1},
+        )
+
+
+def experts(run: RunDescription, *, has_experts: bool, software: Software) -> Iterator[Finding]:
+    """Transformers 5 stacks a layer's experts in two tensors, and bitsandbytes quantizes linear layers alone."""
+    by_bitsandbytes = run.quantization_bit is not None and run.quantization_method in ("bnb", "bitsandbytes")
+    if has_experts and by_bitsandbytes and software.at_least("transformers", 5):
+        yield Finding(
+            id="experts-not-quantized",
+            severity="warning",
+            message=f"quantization_bit={run.quantization_bit} leaves the experts in 16 bit under transformers "
+            f"{software.transformers}, and they are most of the model. transformers 4 quantizes them.",
+        )
+
+
+def flash_attention_3(run: RunDescription, *, model_type: str, software: Software) -> Iterator[Finding]:
+    """Up to 0.9.5 LLaMA-Factory knows `fa3` as a value and refuses it when it loads the model, after tokenization."""
+    refuses = software.llamafactory is not None and not software.at_least("llamafactory", 0, 9, 6)
+    if run.flash_attn == "fa3" and model_type != "gpt_oss" and refuses:
+        yield Finding(
+            id="fa3-refused",
+            severity="error",
+            message=f"LLaMA-Factory {software.llamafactory} refuses flash_attn=fa3 when it loads the model.",
+            set={"flash_attn": "auto"},
+        )

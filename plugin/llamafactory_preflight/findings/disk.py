@@ -1,0 +1,52 @@
+"""Disks that are too small for what a run writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from llamafactory_preflight import host
+from llamafactory_preflight.disk import Checkpoint, Need, num_saved, shortages
+from llamafactory_preflight.result import Finding
+from llamafactory_preflight.run import RunDescription
+
+
+ROOM_TO_WORRY = 10
+WORDS = {"weights": "the weights to download", "checkpoints": "checkpoints", "data": "the cache of the data"}
+
+
+def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoint | None = None) -> Iterator[Finding]:
+    """What goes to the same file system, added up, against what is free there."""
+    found = tuple(shortages(needs))
+    for shortage in found:
+        first = shortage.needs[0]
+        parts = [f"{{{need.kind}}} for {WORDS[need.kind]}" for need in shortage.needs]
+        certain = sum(need.size for need in shortage.needs if need.kind != "data") > shortage.free
+        amounts: dict[str, int] = {need.kind: need.size for need in shortage.needs}
+        saves = next((need for need in shortage.needs if need.kind == "checkpoints"), None)
+        smaller = {"save_total_limit": 1, "save_only_model": True} if saves else None
+        hint = " Fewer of them: save_total_limit=1, save_only_model=true." if saves else ""
+        yield Finding(
+            id=f"disk-{first.kind}",
+            severity="error" if certain else "warning",
+            message=f"The run writes about {' and '.join(parts)}, and {{free}} are free at {first.folder}.{hint}",
+            amounts=amounts | {"free": shortage.free},
+            set=smaller,
+        )
+    if not found:
+        yield from _unlimited(run, needs, checkpoint)
+
+
+def _unlimited(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoint | None) -> Iterator[Finding]:
+    """All checkpoints are kept unless there is a limit, and how many there will be depends on the data."""
+    saves = next((need for need in needs if need.kind == "checkpoints"), None)
+    if saves is None or checkpoint is None or run.save_total_limit or num_saved(run) is not None:
+        return
+    free, one = host.free_disk_bytes(saves.folder), checkpoint.model + checkpoint.states
+    if free is not None and one and (room := free // one) < ROOM_TO_WORRY:
+        yield Finding(
+            id="checkpoints-unlimited",
+            severity="info",
+            message=f"Every checkpoint of {{one}} is kept, and {saves.folder} has room for {room}.",
+            amounts={"one": one},
+            set={"save_total_limit": 2},
+        )

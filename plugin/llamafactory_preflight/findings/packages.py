@@ -1,0 +1,61 @@
+"""Installed packages: those that a run needs, and versions that do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llamafactory_preflight.device import Kind
+from llamafactory_preflight.result import Finding
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.software import Software, release_of
+
+
+def bad_pairs(software: Software, run: RunDescription | None = None) -> Iterator[Finding]:
+    """Versions that are known not to work together; with a run, only those that it would use."""
+    flash = run is None or run.flash_attn == "fa2"
+    if flash and software.flash_attn and software.transformers and release_of(software.transformers) == (5, 6, 0):
+        yield Finding(
+            id="transformers-5.6.0-fa2",
+            severity="warning",
+            message="transformers 5.6.0 crashes with FlashAttention-2. Use another version of it, or flash_attn=sdpa.",
+            set={"flash_attn": "sdpa"},
+        )
+    if software.deepspeed is None or software.llamafactory is None or (run is not None and run.deepspeed is None):
+        return
+    factory, deepspeed = release_of(software.llamafactory), release_of(software.deepspeed)
+    limits: dict[tuple[int, ...], tuple[int, ...]] = {(0, 9, 4): (0, 16, 9), (0, 9, 6): (0, 18, 4)}
+    limit = limits.get(factory)
+    if limit is not None and deepspeed > limit:
+        highest = ".".join(map(str, limit))
+        yield Finding(
+            id="deepspeed-too-new",
+            severity="warning",
+            message=f"LLaMA-Factory {software.llamafactory} is made for DeepSpeed up to {highest}; "
+            f"{software.deepspeed} is installed.",
+        )
+
+
+def missing_packages(run: RunDescription, software: Software, kind: Kind | None = None) -> Iterator[Finding]:
+    """Packages that the arguments ask for and this environment lacks; `kind` is that of the device."""
+    wanted = {
+        "deepspeed": run.deepspeed is not None,
+        "bitsandbytes": run.quantization_bit is not None and run.quantization_method in {"bnb", "bitsandbytes"},
+        "liger_kernel": run.enable_liger_kernel,
+    }
+    for name, is_wanted in wanted.items():
+        if is_wanted and getattr(software, name) is None:
+            package = name.replace("_", "-")
+            yield Finding(
+                id=f"{package}-missing",
+                severity="warning",
+                message=f"The run needs {package}, which is not installed here: pip install {package}",
+            )
+    # torch_npu brings its own; elsewhere LLaMA-Factory says so in one line of its log and goes on with the default.
+    if run.flash_attn == "fa2" and software.flash_attn is None and kind != "npu":
+        yield Finding(
+            id="flash-attn-missing",
+            severity="warning",
+            message="flash-attn is not installed here, so LLaMA-Factory passes over flash_attn=fa2 and uses sdpa. "
+            "To have it: pip install flash-attn --no-build-isolation",
+            set={"flash_attn": "sdpa"},
+        )

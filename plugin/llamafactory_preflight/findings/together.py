@@ -1,0 +1,62 @@
+"""Asks every check about one run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from llamafactory_preflight.disk import Checkpoint, Need
+from llamafactory_preflight.findings import arguments, disk, hardware, host, packages
+from llamafactory_preflight.host import MainMemory
+from llamafactory_preflight.result import Finding, Result
+
+
+SEVERITIES = ("error", "warning", "info")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Surroundings:
+    """What a check may look at besides the result.
+
+    Attributes:
+        environ: Environment variables.
+        num_gpus: Devices that are visible or planned for, also where the run stays on the CPU.
+        model_type: The model's, or an empty string.
+        here: This machine's main memory, unless another is planned for.
+        fault: Why a device that is there cannot be used.
+        writes: What the run writes to disk.
+        checkpoint: The size of a checkpoint, if it is known.
+    """
+
+    environ: Mapping[str, str]
+    num_gpus: int
+    model_type: str = ""
+    here: MainMemory | None = None
+    fault: str | None = None
+    writes: tuple[Need, ...] = ()
+    checkpoint: Checkpoint | None = None
+
+
+def about(result: Result, around: Surroundings) -> tuple[Finding, ...]:
+    """All findings, the most severe first."""
+    return tuple(sorted(_all(result, around), key=lambda finding: SEVERITIES.index(finding.severity)))
+
+
+def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
+    run, software, estimate, device = result.run, result.software, result.estimate, result.device
+    has_experts = result.shape is not None and result.shape.moe is not None
+    yield from disk.disk_space(run, around.writes, around.checkpoint)
+    yield from host.host_memory(estimate, result.host_budget_bytes, around.here)
+    yield from host.locked_memory(around.environ)
+    yield from arguments.launch(run, origin=result.origin, num_gpus=around.num_gpus, environ=around.environ)
+    yield from arguments.json_file(result.origin, software)
+    yield from arguments.checkpointing(run)
+    yield from arguments.evaluation(run, estimate)
+    yield from arguments.experts(run, has_experts=has_experts, software=software)
+    yield from arguments.flash_attention_3(run, model_type=around.model_type, software=software)
+    yield from packages.bad_pairs(software, run)
+    yield from packages.missing_packages(run, software, device.kind if device else None)
+    yield from hardware.unusable(around.fault)
+    if device is not None:
+        yield from hardware.card(run, device)
+        yield from hardware.windows(run, fits=result.verdict.word == "fits", environ=around.environ)
