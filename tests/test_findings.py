@@ -126,6 +126,14 @@ def test_who_else_is_on_the_card_is_named_with_what_he_holds() -> None:
     )
 
 
+def test_who_is_on_the_card_matters_where_the_run_does_not_fit() -> None:
+    busy = dataclasses.replace(CARD, free_bytes=4 * GIB)
+    (found,) = hardware.card(RunDescription(), busy, fits=False)
+    assert found.severity == "warning" and found.message.endswith("choose another card with CUDA_VISIBLE_DEVICES.")
+    (found,) = hardware.card(RunDescription(), busy)
+    assert found.severity == "info" and "End it" not in found.message
+
+
 def test_in_a_container_that_shows_nobody_the_amount_is_told() -> None:
     (found,) = hardware.card(RunDescription(), dataclasses.replace(CARD, free_bytes=4 * GIB))
     assert "20.00 GiB of processes that cannot be seen from here" in words(found)

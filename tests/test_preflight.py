@@ -204,6 +204,18 @@ def test_extra_arguments_are_legal_when_allowed(model: str, monkeypatch: pytest.
     assert preflight.check(given, gpu="24GiB").exit_code == 0
 
 
+def test_a_device_that_nothing_was_measured_on_is_judged_with_wide_bounds(model: str) -> None:
+    def judged(kind: device.Kind) -> tuple[str, set[str]]:
+        size = 3 * GIB + CARD.context_bytes
+        card = dataclasses.replace(CARD, kind=kind, total_bytes=size, free_bytes=size)
+        given = {"model_name_or_path": model, "do_train": True, "cutoff_len": 2048}
+        result = preflight.examine(given, origin="x", beside=None, devices=(card,), host_budget_bytes=None)
+        return result.verdict.word, ids(result.findings)
+
+    assert judged("cuda") == ("fits", set())
+    assert judged("rocm") == ("tight", {"device-not-measured"})
+
+
 class TestGuard:
     """`guard.train`, which the hook calls before a training starts."""
 

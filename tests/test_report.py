@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from llamafactory_preflight import report, verdict
-from llamafactory_preflight.device import Device
+from llamafactory_preflight.device import Device, Process
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.remedies import Remedy
@@ -176,3 +176,22 @@ def test_remedies_are_lines_to_paste_and_say_what_they_take_and_cost() -> None:
     assert json.loads(report.as_json(result))["remedies"] == [
         {"set": changed, "peak_allocated_bytes": 9 * GIB, "costs": "some speed"}
     ]
+
+
+def test_a_card_is_named_by_both_of_its_numbers_where_they_differ() -> None:
+    other = dataclasses.replace(CARD, physical_index=5, uuid="GPU-5", processes=(Process(pid=7, used_bytes=GIB),))
+    result = dataclasses.replace(RESULT, device=other, devices=(other,))
+    assert "GPU 0 (number 5 of the driver), NVIDIA GeForce RTX 4090" in report.text(result)
+    same = dataclasses.replace(other, physical_index=0)
+    assert "GPU 0, NVIDIA" in report.text(dataclasses.replace(RESULT, device=same, devices=(same,)))
+    (told,) = json.loads(report.as_json(result))["gpu"]["devices"]
+    assert (told["index"], told["physical_index"], told["uuid"], told["kind"]) == (0, 5, "GPU-5", "cuda")
+    assert told["processes"] == [{"pid": 7, "name": None, "used_bytes": GIB}]
+
+
+def test_a_device_that_was_not_measured_is_not_called_calibrated() -> None:
+    other = dataclasses.replace(CARD, kind="rocm")
+    result = dataclasses.replace(RESULT, device=other, devices=(other,))
+    assert json.loads(report.as_json(result))["calibrated"] is False
+    assert json.loads(report.as_json(RESULT))["calibrated"] is True
+    assert "HIP context" in report.text(result) and "CUDA" not in report.text(result)

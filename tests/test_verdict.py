@@ -42,3 +42,11 @@ def test_the_gpu_verdict_at_its_edges(budget: int, word: str) -> None:
 @pytest.mark.parametrize(("budget", "word"), [(1000, "fits"), (999, "tight"), (770, "tight"), (769, "will_not_fit")])
 def test_the_host_verdict_at_its_edges(budget: int, word: str) -> None:
     assert verdict.judge_host(1000, budget_bytes=budget).word == word
+
+
+def test_a_device_that_nothing_was_measured_on_has_wide_bounds() -> None:
+    sure = dataclasses.replace(ESTIMATE, low_bytes=99, high_bytes=101)
+    wide = verdict.widened(sure)
+    assert (wide.low_bytes, wide.high_bytes) == (92, 108)
+    assert verdict.widened(wide) == wide
+    assert verdict.widened(ESTIMATE) == ESTIMATE, "never narrower"

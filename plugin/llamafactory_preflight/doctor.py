@@ -42,13 +42,16 @@ def lines() -> Iterator[str]:
         use = f"not installed; needed for {OPTIONAL[name]}" if name in OPTIONAL else "NOT INSTALLED"
         yield _row(name.replace("_", "-"), version or use)
     yield ""
-    seen = device.visible()
-    for gpu in seen:
+    seen = device.survey()
+    for gpu in seen.devices:
+        holders = ", ".join(f"{process.name or 'PID'} {process.pid}" for process in gpu.processes)
         yield _row(
-            f"GPU {gpu.index}", f"{gpu.name}, {report.size(gpu.free_bytes)} free of {report.size(gpu.total_bytes)}"
+            f"GPU {gpu.index}",
+            f"{gpu.name}, {report.size(gpu.free_bytes)} free of {report.size(gpu.total_bytes)}"
+            f"{f', in use by {holders}' if holders else ''}",
         )
-    if not seen:
-        yield _row("GPU", "none that the NVIDIA driver reports")
+    if not seen.devices:
+        yield _row("GPU", seen.fault or "none that torch could use")
     yield _row("main memory", f"{report.size(host.available_bytes())} available")
     cache = hub.huggingface_cache(None)
     yield _row("model cache", f"{cache}, {report.size(host.free_disk_bytes(cache))} free")

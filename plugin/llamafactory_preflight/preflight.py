@@ -161,6 +161,8 @@ def examine(
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
                 estimate = memory.estimate(placed, shape, software=software, card=card, length=length, ranks=ranks)
+        if decisive is not None and decisive.kind != "cuda":
+            estimate = verdict.widened(estimate)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
@@ -261,6 +263,8 @@ def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_
         return verdict.judge_host(estimate.host_bytes, budget_bytes=host_budget_bytes)
     if decisive.free_bytes is None:
         return verdict.unknown(f"The memory of {decisive.name} is not known; name it with --gpu.")
+    if decisive.kind != "cuda":
+        estimate = verdict.widened(estimate)
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
 
@@ -20,6 +21,7 @@ WIDTH = 80
 SHOWN_BYTES = GIB // 200  # less would be a row that says 0.00 GiB
 SCHEMA = 1
 TITLES = {"fits": "FITS", "tight": "TIGHT", "will_not_fit": "WILL NOT FIT", "unknown": "UNKNOWN"}
+CONTEXTS = {"cuda": "CUDA context", "rocm": "HIP context", "npu": "NPU context", "mps": "Metal context"}
 MARKS = {"error": "error", "warning": "warning", "info": "note"}
 REFUSAL = "Stopped before loading anything. LLAMAFACTORY_PREFLIGHT=warn starts it all the same."
 REFUSAL_AFTER_DATA = "Stopped before loading the weights. LLAMAFACTORY_PREFLIGHT=warn goes on all the same."
@@ -72,20 +74,12 @@ def as_json(result: Result) -> str:
             "context_bytes": device.context_bytes,
             "low_bytes": low,
             "high_bytes": high,
-            "devices": [
-                {
-                    "index": item.index,
-                    "name": item.name,
-                    "total_bytes": item.total_bytes,
-                    "free_bytes": item.free_bytes,
-                }
-                for item in result.devices
-            ],
+            "devices": [_device(item) for item in result.devices],
         }
     host = {"peak_bytes": estimate.host_bytes if estimate else None, "budget_bytes": result.host_budget_bytes}
     return _object(
         versions=result.software.as_dict(),
-        calibrated=gpu is not None,
+        calibrated=gpu is not None and device is not None and device.kind == "cuda",
         file=result.origin,
         model=result.run.model_name_or_path,
         method=method(result.run),
@@ -134,6 +128,12 @@ def _object(**values: Any) -> str:
 def _finding(finding: Finding) -> dict[str, Any]:
     chosen = {} if finding.set is None else {"set": dict(finding.set)}
     return {"id": finding.id, "severity": finding.severity, "message": message(finding), **chosen}
+
+
+def _device(device: Device) -> dict[str, Any]:
+    names = ("index", "physical_index", "kind", "name", "uuid", "total_bytes", "free_bytes", "taken_bytes")
+    processes = [asdict(process) for process in device.processes]
+    return {name: getattr(device, name) for name in names} | {"processes": processes}
 
 
 def _remedy(remedy: Remedy) -> dict[str, Any]:
@@ -186,7 +186,11 @@ def _table(result: Result) -> list[str]:
         largest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
         if estimate.phases[largest] > peak:
             rows.append(_row(f"{largest} on top", estimate.phases[largest] - peak))
-        rows += [_row("allocator slack", estimate.slack_bytes), _row("CUDA context", device.context_bytes), _rule()]
+        rows += [
+            _row("allocator slack", estimate.slack_bytes),
+            _row(CONTEXTS[device.kind], device.context_bytes),
+            _rule(),
+        ]
         needed = verdict.needed_bytes(estimate, context_bytes=device.context_bytes)
         low, high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)
         rows.append(_row("needed", needed) + f"  ({gib(low):.2f} to {gib(high):.2f})")
@@ -196,7 +200,9 @@ def _table(result: Result) -> list[str]:
 
 
 def _place(devices: tuple[Device, ...], decisive: Device) -> str:
-    name = f"{decisive.name}, planned" if decisive.planned else f"GPU {decisive.index}, {decisive.name}"
+    moved = decisive.physical_index not in (None, decisive.index)
+    place = f"GPU {decisive.index}" + (f" (number {decisive.physical_index} of the driver)" if moved else "")
+    name = f"{decisive.name}, planned" if decisive.planned else f"{place}, {decisive.name}"
     return name if len(devices) < 2 else f"{name}, on each of {len(devices)}"
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from llamafactory_preflight.memory import MemoryEstimate
 
 
 Word = Literal["fits", "tight", "will_not_fit", "unknown"]
+UNMEASURED_ERROR = 0.08  # As `memory` allows where it counts weights by their size and looks into no kernel.
 HOST_MARGIN = 1.3  # The host figure is rough: only an excess beyond this factor is certain.
 
 
@@ -64,6 +65,16 @@ def judge_host(host_bytes: int, *, budget_bytes: int) -> Verdict:
     if host_bytes > HOST_MARGIN * budget_bytes:
         return Verdict(word="will_not_fit", reasons=("The estimate for main memory far exceeds what is available.",))
     return Verdict(word="tight", reasons=("The rough estimate for main memory is near what is available.",))
+
+
+def widened(estimate: MemoryEstimate) -> MemoryEstimate:
+    """The estimate for a device that nothing was measured on, with bounds as wide as where kernels are not known."""
+    error = round(estimate.peak_allocated_bytes * UNMEASURED_ERROR)
+    return replace(
+        estimate,
+        low_bytes=min(estimate.low_bytes, estimate.peak_allocated_bytes - error),
+        high_bytes=max(estimate.high_bytes, estimate.peak_allocated_bytes + error),
+    )
 
 
 def unknown(reason: str) -> Verdict:

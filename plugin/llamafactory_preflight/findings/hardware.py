@@ -17,8 +17,8 @@ SHOWN_PROCESSES = 5
 AMPERE = (8, 0)
 
 
-def card(run: RunDescription, device: Device) -> Iterator[Finding]:
-    """What the deciding card cannot do, or does already."""
+def card(run: RunDescription, device: Device, *, fits: bool = True) -> Iterator[Finding]:
+    """What the deciding card cannot do, or does already; the latter matters where the run does not fit for certain."""
     if device.kind == "cuda" and device.compute_capability is not None:
         yield from _generation(run, device, device.compute_capability)
     if device.kind != "cuda":
@@ -28,7 +28,7 @@ def card(run: RunDescription, device: Device) -> Iterator[Finding]:
             message="The prediction was measured on NVIDIA cards only, and is rough for this device.",
         )
     if device.taken_bytes > BUSY_BYTES:
-        yield _in_use(device)
+        yield _in_use(device, fits=fits)
 
 
 def _generation(run: RunDescription, device: Device, capability: tuple[int, int]) -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def _generation(run: RunDescription, device: Device, capability: tuple[int, int]
         )
 
 
-def _in_use(device: Device) -> Finding:
+def _in_use(device: Device, *, fits: bool) -> Finding:
     amounts = {"taken": device.taken_bytes}
     parts = []
     for place, process in enumerate(device.processes[:SHOWN_PROCESSES]):
@@ -76,8 +76,9 @@ def _in_use(device: Device) -> Finding:
     listed = f": {'; '.join(parts)}" if parts else ""
     return Finding(
         id="gpu-in-use",
-        severity="info",
-        message=f"{{taken}} of GPU {device.index} are in use by something else{listed}.",
+        severity="info" if fits else "warning",
+        message=f"{{taken}} of GPU {device.index} are in use by something else{listed}."
+        f"{'' if fits else ' End it, or choose another card with CUDA_VISIBLE_DEVICES.'}",
         amounts=amounts,
     )
 

@@ -58,5 +58,6 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from packages.missing_packages(run, software, device.kind if device else None)
     yield from hardware.unusable(around.fault)
     if device is not None:
-        yield from hardware.card(run, device)
-        yield from hardware.windows(run, fits=result.verdict.word == "fits", environ=around.environ)
+        fits = result.verdict.word == "fits"
+        yield from hardware.card(run, device, fits=fits)
+        yield from hardware.windows(run, fits=fits, environ=around.environ)
