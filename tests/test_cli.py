@@ -103,7 +103,7 @@ FAULTS = {
     "no such GPU": (["a.yaml", "--device", "99"], "--device 99 does not exist"),
     "a long override": (["a.yaml", f"model_name_or_path={'x' * 300}/y", "--gpu", "24GiB"], "does not exist"),
     "no unit": (["a.yaml", "--gpu", "24"], "'24' has no unit (--gpu). Write 24GiB."),
-    "neither GPU nor plan": (["a.yaml"], "no NVIDIA GPU"),
+    "neither GPU nor plan": (["a.yaml"], "no GPU here"),
     "no file at all": (["--gpu", "24GiB"], "required"),
     "only overrides": (["a=1", "--gpu", "24GiB"], "No file is given"),
     "unknown option": (["a.yaml", "--gpus", "two"], "invalid int value"),

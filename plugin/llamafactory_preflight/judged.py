@@ -55,16 +55,15 @@ WITHOUT_EFFECT = frozenset(
         "dataloader_prefetch_factor", "default_system", "disable_shuffling", "enable_thinking", "ignore_data_skip",
         "ignore_pad_token_for_loss", "interleave_probs", "label_names", "length_column_name", "mask_history",
         "max_samples", "media_dir", "mix_strategy", "overwrite_cache", "preprocessing_batch_size",
-        "preserve_thinking", "remove_unused_columns", "seed", "sortish_sampler", "split_special_tokens", "streaming",
+        "preserve_thinking", "remove_unused_columns", "seed", "sortish_sampler", "split_special_tokens",
         "tool_format", "train_sampling_strategy", "use_fast_tokenizer",
         # Images, videos and sound: a run with such data is not estimated by the formula at all.
         "audio_sampling_rate", "crop_to_patches", "image_do_pan_and_scan", "image_max_pixels", "image_min_pixels",
         "use_audio_in_video", "video_fps", "video_max_pixels", "video_maxlen", "video_min_pixels",
         # Evaluation: the formula takes the batch of one step, and the loss alone is gathered.
-        "batch_eval_metrics", "bf16_full_eval", "compute_accuracy", "eval_delay", "eval_do_concat_batches", "eval_on_each_dataset",
+        "batch_eval_metrics", "bf16_full_eval", "eval_delay", "eval_do_concat_batches", "eval_on_each_dataset",
         "eval_on_start", "eval_steps", "eval_use_gather_object", "fp16_full_eval", "generation_config",
         "greater_is_better", "include_for_metrics", "load_best_model_at_end", "metric_for_best_model",
-        "prediction_loss_only",
         # Words, files, logs and services.
         "debug", "disable_tqdm", "enable_jit_checkpoint", "enable_torch_profiler", "export_hub_model_id",
         "export_legacy_format", "export_quantization_dataset", "export_quantization_maxlen",

@@ -57,6 +57,7 @@ class RunDescription:
     cutoff_len: int = 2048
     packing: bool | None = None
     neat_packing: bool = False
+    streaming: bool = False
     val_size: float = 0.0
     preprocessing_num_workers: int | None = None
     # method
@@ -82,6 +83,7 @@ class RunDescription:
     use_dft_loss: bool = False
     use_asft_loss: bool = False
     use_eaft_loss: bool = False
+    compute_accuracy: bool = False
     # preference and reinforcement stages
     pref_loss: str = "sigmoid"
     pref_ftx: float = 0.0
@@ -118,6 +120,7 @@ class RunDescription:
     label_smoothing_factor: float = 0.0
     eval_strategy: str = "no"
     eval_accumulation_steps: int | None = None
+    prediction_loss_only: bool = False
     dataloader_num_workers: int = 0
     dataloader_pin_memory: bool = True
     use_cpu: bool = False
