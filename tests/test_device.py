@@ -362,6 +362,23 @@ def test_a_card_by_name(gpu: str) -> None:
     assert card.free_bytes == card.total_bytes == int(23.6 * GIB)
 
 
+@pytest.mark.parametrize(
+    ("gpu", "kind", "capability"),
+    [
+        ("Tesla T4", "cuda", (7, 5)),
+        ("h200", "cuda", (9, 0)),
+        ("AMD Instinct MI300X", "rocm", None),
+        ("Ascend 910B", "npu", None),
+        ("24GiB", "cuda", None),
+    ],
+)
+def test_a_name_says_the_kind_and_the_generation(gpu: str, kind: str, capability: tuple[int, int] | None) -> None:
+    card = device.planned(gpu=gpu)
+    assert card is not None and (card.kind, card.compute_capability, card.planned) == (kind, capability, True)
+    part = device.planned(gpu=gpu, free="10GiB")
+    assert part is not None and (part.kind, part.compute_capability) == (kind, capability)
+
+
 def test_a_card_by_size() -> None:
     card = device.planned(gpu="24GB")
     assert card is not None and card.planned

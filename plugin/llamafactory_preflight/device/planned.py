@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, replace
 
-from llamafactory_preflight.device.card import Device
+from llamafactory_preflight.device.card import Device, Kind
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB, parse_memory
 
 
-# Total memory as torch reports it, commonly seen values in GiB; the smaller one where reports differ.
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A card by name: total memory in GiB as torch reports it, commonly seen; the smaller one where reports differ."""
+
+    gib: float
+    compute_capability: tuple[int, int] | None = None
+    kind: Kind = "cuda"
+
+
 CARDS = {
-    "rtx3060": 11.8, "rtx4070": 11.99, "t4": 14.6, "rtx4060ti": 15.7, "rtx4080": 15.7, "v100": 15.8, "a10": 22.1,
-    "l4": 22.1, "rtx3090": 23.6, "rtx4090": 23.6, "rtx5090": 31.4, "v100-32gb": 31.7, "a100-40gb": 39.4, "l40s": 44.4,
-    "a100": 79.1, "h100": 79.1, "h200": 139.8,
-}  # fmt: skip
+    "rtx3060": Card(11.8, (8, 6)),
+    "rtx4070": Card(11.99, (8, 9)),
+    "t4": Card(14.6, (7, 5)),
+    "rtx4060ti": Card(15.7, (8, 9)),
+    "rtx4080": Card(15.7, (8, 9)),
+    "v100": Card(15.8, (7, 0)),
+    "a10": Card(22.1, (8, 6)),
+    "l4": Card(22.1, (8, 9)),
+    "rtx3090": Card(23.6, (8, 6)),
+    "rtx4090": Card(23.6, (8, 9)),
+    "rtx5090": Card(31.4, (12, 0)),
+    "v100-32gb": Card(31.7, (7, 0)),
+    "a100-40gb": Card(39.4, (8, 0)),
+    "l40s": Card(44.4, (8, 9)),
+    "a100": Card(79.1, (8, 0)),
+    "h100": Card(79.1, (9, 0)),
+    "h200": Card(139.8, (9, 0)),
+    "910b": Card(60.9, kind="npu"),
+    "mi300x": Card(191.9, kind="rocm"),
+}
 
 
 def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -> Device | None:
@@ -25,26 +50,38 @@ def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -
     """
     if gpu is None and free is None:
         return None
-    total = _total(gpu, where) if gpu is not None else None
+    card = _card(gpu, where) if gpu is not None else None
+    total = card.total_bytes if card is not None else None
     if free is None:
-        return Device(name=str(gpu), total_bytes=total, free_bytes=total, planned=True)
+        return card
     usable = parse_memory(free, where="--free")
     if total is not None and usable > total:
         raise UserError(f"--free {free} is more than --gpu {gpu} has in all", next_step="Give less, or leave one out")
-    card = Device(name=gpu or f"{free} free", total_bytes=total or usable, free_bytes=None, planned=True)
+    card = card or Device(name=f"{free} free", total_bytes=usable, free_bytes=None, planned=True)
     # `--free` is the allocator's share; the context comes on top of it.
-    return Device(name=card.name, total_bytes=card.total_bytes, free_bytes=usable + card.context_bytes, planned=True)
+    return replace(card, free_bytes=usable + card.context_bytes)
 
 
-def _total(text: str, where: str) -> int:
-    name = re.sub(r"[\s_-]", "", text.lower()).removeprefix("nvidia").removeprefix("geforce")
-    cards = {card.replace("-", ""): size for card, size in CARDS.items()}
-    if name in cards:
-        return int(cards[name] * GIB)
-    if text.strip().lstrip("+-.")[:1].isdigit():
-        return parse_memory(text, where=where)
-    raise UserError(
-        f"{text!r} is not a card known here",
-        where=where,
-        next_step=f"Give its memory, like 24GiB, or one of {', '.join(CARDS)}",
+def _card(text: str, where: str) -> Device:
+    name = re.sub(r"[\s_-]", "", text.lower())
+    for maker in ("nvidia", "geforce", "tesla", "amd", "instinct", "ascend"):
+        name = name.removeprefix(maker)
+    known = {written.replace("-", ""): card for written, card in CARDS.items()}.get(name)
+    if known is not None:
+        total = int(known.gib * GIB)
+    elif text.strip().lstrip("+-.")[:1].isdigit():
+        total = parse_memory(text, where=where)
+    else:
+        raise UserError(
+            f"{text!r} is not a card known here",
+            where=where,
+            next_step=f"Give its memory, like 24GiB, or one of {', '.join(CARDS)}",
+        )
+    return Device(
+        name=text,
+        total_bytes=total,
+        free_bytes=total,
+        compute_capability=known.compute_capability if known else None,
+        planned=True,
+        kind=known.kind if known else "cuda",
     )

@@ -9,6 +9,7 @@ from llamafactory_preflight import host
 from llamafactory_preflight.device import Device, Process
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import GIB
 
 
@@ -17,10 +18,10 @@ SHOWN_PROCESSES = 5
 AMPERE = (8, 0)
 
 
-def card(run: RunDescription, device: Device, *, fits: bool = True) -> Iterator[Finding]:
+def card(run: RunDescription, device: Device, software: Software, *, fits: bool = True) -> Iterator[Finding]:
     """What the deciding card cannot do, or does already; the latter matters where the run does not fit for certain."""
     if device.kind == "cuda" and device.compute_capability is not None:
-        yield from _generation(run, device, device.compute_capability)
+        yield from _generation(run, device, device.compute_capability, software)
     if device.kind != "cuda":
         yield Finding(
             id="device-not-measured",
@@ -31,8 +32,15 @@ def card(run: RunDescription, device: Device, *, fits: bool = True) -> Iterator[
         yield _in_use(device, fits=fits)
 
 
-def _generation(run: RunDescription, device: Device, capability: tuple[int, int]) -> Iterator[Finding]:
-    if capability < AMPERE:
+def has_flash_attention_2(device: Device) -> bool:
+    """Whether an NVIDIA card is of the generation that has FlashAttention-2 and bf16; unless known, it is taken so."""
+    return device.compute_capability is None or device.compute_capability >= AMPERE
+
+
+def _generation(
+    run: RunDescription, device: Device, capability: tuple[int, int], software: Software
+) -> Iterator[Finding]:
+    if not has_flash_attention_2(device):
         if run.bf16 or run.pure_bf16:
             chosen = {name: False for name in ("bf16", "pure_bf16") if getattr(run, name)}
             yield Finding(
@@ -44,7 +52,9 @@ def _generation(run: RunDescription, device: Device, capability: tuple[int, int]
         if run.flash_attn == "fa2":
             yield Finding(
                 id="no-fa2",
-                severity="error",
+                severity="error"
+                if software.flash_attn is not None
+                else "warning",  # else LLaMA-Factory passes it over
                 message=f"FlashAttention-2 refuses {device.name}: it needs compute capability 8.0, and this has "
                 f"{capability[0]}.{capability[1]}.",
                 set={"flash_attn": "sdpa"},

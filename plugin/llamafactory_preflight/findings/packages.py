@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llamafactory_preflight.device import Kind
+from llamafactory_preflight.device import Device
+from llamafactory_preflight.findings.hardware import has_flash_attention_2
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software, release_of
@@ -35,8 +36,8 @@ def bad_pairs(software: Software, run: RunDescription | None = None) -> Iterator
         )
 
 
-def missing_packages(run: RunDescription, software: Software, kind: Kind | None = None) -> Iterator[Finding]:
-    """Packages that the arguments ask for and this environment lacks; `kind` is that of the device."""
+def missing_packages(run: RunDescription, software: Software, device: Device | None = None) -> Iterator[Finding]:
+    """Packages that the arguments ask for and this environment lacks."""
     wanted = {
         "deepspeed": run.deepspeed is not None,
         "bitsandbytes": run.quantization_bit is not None and run.quantization_method in {"bnb", "bitsandbytes"},
@@ -51,7 +52,8 @@ def missing_packages(run: RunDescription, software: Software, kind: Kind | None 
                 message=f"The run needs {package}, which is not installed here: pip install {package}",
             )
     # torch_npu brings its own; elsewhere LLaMA-Factory says so in one line of its log and goes on with the default.
-    if run.flash_attn == "fa2" and software.flash_attn is None and kind != "npu":
+    has_use = device is None or (device.kind != "npu" and has_flash_attention_2(device))
+    if run.flash_attn == "fa2" and software.flash_attn is None and has_use:
         yield Finding(
             id="flash-attn-missing",
             severity="warning",

@@ -55,9 +55,9 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from arguments.experts(run, has_experts=has_experts, software=software)
     yield from arguments.flash_attention_3(run, model_type=around.model_type, software=software)
     yield from packages.bad_pairs(software, run)
-    yield from packages.missing_packages(run, software, device.kind if device else None)
+    yield from packages.missing_packages(run, software, device)
     yield from hardware.unusable(around.fault)
     if device is not None:
         fits = result.verdict.word == "fits"
-        yield from hardware.card(run, device, fits=fits)
+        yield from hardware.card(run, device, software, fits=fits)
         yield from hardware.windows(run, fits=fits, environ=around.environ)
