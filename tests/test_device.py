@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import device
-from llamafactory_preflight.device import Device, Process, Survey, choice, processes, torch_build
+from llamafactory_preflight.device import Device, Process, Survey, choice, nvidia, processes, torch_build
 from llamafactory_preflight.device.torch_build import TorchBuild
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB
@@ -209,6 +209,31 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch, failure: int) -> None:
 def test_no_nvml_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
     assert device.survey({}) == Survey()
+
+
+@pytest.mark.parametrize("chosen", ["7", "0,0", "GPU-xyz", "NoDevFiles", "x" * 500])
+def test_a_choice_that_hides_every_card_is_told(driver: Driver, chosen: str) -> None:
+    found = device.survey({"CUDA_VISIBLE_DEVICES": chosen})
+    assert found.devices == () and found.fault is not None
+    assert f"CUDA_VISIBLE_DEVICES={chosen[:40]} leaves none of the 3 GPUs" in found.fault and len(found.fault) < 200
+
+
+@pytest.mark.parametrize("chosen", ["", "-1", " -1 "])
+def test_a_choice_that_hides_every_card_on_purpose_is_not_told(driver: Driver, chosen: str) -> None:
+    assert device.survey({"CUDA_VISIBLE_DEVICES": chosen}) == Survey()
+
+
+def test_a_container_without_the_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(Driver(failure=Driver.NVML_ERROR_LIBRARY_NOT_FOUND), monkeypatch)
+    (tmp_path / "nvidiactl").write_text("")
+    monkeypatch.setattr(nvidia, "CONTROL", tmp_path / "nvidiactl")
+    assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in (device.survey({}).fault or "")
+
+
+def test_an_old_package_is_told(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(Driver, "nvmlDeviceGetUUID")
+    assert "pip install -U nvidia-ml-py" in (device.survey({}).fault or "")
+    assert not driver.is_open
 
 
 @pytest.mark.parametrize(("failure", "words"), [(18, "reboot"), (999, "does not answer (error 999)")])

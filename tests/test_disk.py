@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +12,14 @@ import pytest
 
 from llamafactory_preflight import disk, host, report
 from llamafactory_preflight.disk import Checkpoint, Need
-from llamafactory_preflight.findings.disk import disk_space
+from llamafactory_preflight.findings.disk import disk_after_data, disk_space
 from llamafactory_preflight.hub import ModelSource
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import GIB, MIB
+from llamafactory_preflight.verdict import Verdict
 
 
 QWEN3_8B = {
@@ -164,3 +167,22 @@ def test_checkpoints_without_a_limit_on_a_small_disk(tmp_path: Path, monkeypatch
 def test_a_disk_that_cannot_be_read_is_not_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "free_disk_bytes", lambda path: None)
     assert list(disk_space(RunDescription(), needs(tmp_path, weights=10**15), Checkpoint(model=1, states=1))) == []
+
+
+def test_the_data_says_how_many_checkpoints_there_will_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "free_disk_bytes", lambda path: 1500 * GIB)
+    run = RunDescription(**TRAINING, finetuning_type="full", optim="adamw_torch", per_device_train_batch_size=1)
+    result = Result(
+        origin="x", run=run, software=SOFTWARE, shape=SHAPE, estimate=None, device=None, devices=(),
+        host_budget_bytes=None, verdict=Verdict(word="fits", reasons=()), findings=(), resolved=(),
+    )  # fmt: skip
+    assert list(disk_after_data(result, num_samples=1000)) == []  # 6 of 92 GiB
+    (found,) = disk_after_data(result, num_samples=10_000)  # 60 of them
+    assert (found.id, found.severity) == ("disk-checkpoints", "error")
+    for other in (
+        dataclasses.replace(result, shape=None),
+        dataclasses.replace(result, serves=True),
+        dataclasses.replace(result, run=dataclasses.replace(run, max_steps=10)),
+        dataclasses.replace(result, run=dataclasses.replace(run, lora_target=("odd.*",), finetuning_type="lora")),
+    ):
+        assert list(disk_after_data(other, num_samples=10_000)) == []

@@ -305,7 +305,9 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_gpu_that_torch_cannot_use_is_told_where_the_run_would_go_to_the_cpu(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fault = "There is an NVIDIA GPU, but the installed torch is built without CUDA: install one with it"
+    fault = (
+        "The installed torch is built without CUDA, so that LLaMA-Factory trains on the CPU: install one that has it"
+    )
     monkeypatch.setattr(device, "survey", lambda environ=None: Survey(fault=fault))
     monkeypatch.setattr(device, "visible", lambda environ=None: ())
     given = {"model_name_or_path": model, "do_train": True}

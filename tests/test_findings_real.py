@@ -16,7 +16,7 @@ from llamafactory_preflight import disk, preflight
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments
 from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.run import from_arguments
+from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 
 
@@ -142,6 +142,26 @@ def test_values_that_no_enumeration_has_are_the_users_error(given: dict[str, Any
     with pytest.raises(UserError) as caught:
         preflight.check({"model_name_or_path": "x", **given}, gpu="24GiB")
     assert message in str(caught.value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("num_samples", "batch", "accumulation", "epochs"), [(7, 2, 2, 2.5), (3, 4, 8, 1.0), (5, 1, 2, 0.3)]
+)
+def test_steps_are_counted_as_the_trainer_counts_them(
+    tmp_path: Path, num_samples: int, batch: int, accumulation: int, epochs: float
+) -> None:
+    training = TrainingArguments(
+        output_dir=str(tmp_path), num_train_epochs=epochs, per_device_train_batch_size=batch, use_cpu=True,
+        gradient_accumulation_steps=accumulation, report_to=[], save_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": torch.arange(3), "labels": torch.arange(3)} for _ in range(num_samples)]
+    trainer = Trainer(model=qwen3(), args=training, train_dataset=rows)
+    trainer.train()
+    run = RunDescription(
+        num_train_epochs=epochs, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation
+    )
+    assert disk.with_steps(run, num_samples=num_samples, num_devices=1).max_steps == trainer.state.max_steps
 
 
 class Kept:

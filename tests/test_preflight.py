@@ -11,6 +11,7 @@ import pytest
 from llamafactory_preflight import device, guard, host, memory, preflight, report
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.memory import Card, MemoryEstimate
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -277,3 +278,15 @@ class TestGuard:
         monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24")
         with pytest.raises(UserError, match="LLAMAFACTORY_PREFLIGHT_GPU"):
             self.guard(model_name_or_path=model)
+
+    def test_the_data_says_how_many_checkpoints_there_will_be(
+        self, model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("LLAMAFACTORY_PREFLIGHT_GPU", "24GiB")
+        monkeypatch.setattr(host, "free_disk_bytes", lambda path: 64 * MIB)
+        given = {"model_name_or_path": model, "do_train": True, "output_dir": "out", "save_steps": 1}
+        for samples, is_told in ((8, False), (8000, True)):
+            guard.data(given, Longest(tokens=100, index=0, num_samples=samples), speaks=True)
+            assert ("error: The run writes about" in capsys.readouterr().err) == is_told
+        guard.data(given, Longest(tokens=100, index=0, num_samples=8000), speaks=False)
+        assert capsys.readouterr().err == ""

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -116,6 +116,15 @@ def num_saved(run: RunDescription) -> int | None:
         if run.max_steps > 0:  # and one at the end
             return math.ceil(run.max_steps / run.save_steps)
     return None
+
+
+def with_steps(run: RunDescription, *, num_samples: int, num_devices: int) -> RunDescription:
+    """The run with the number of its steps, once that of its samples is known (transformers' Trainer)."""
+    if run.max_steps > 0 or run.save_strategy != "steps":
+        return run
+    batches = math.ceil(num_samples / (run.per_device_train_batch_size * num_devices))
+    updates = max(1, math.ceil(batches / run.gradient_accumulation_steps))
+    return replace(run, max_steps=math.ceil(run.num_train_epochs * updates))
 
 
 def checkpoint_of(run: RunDescription, shape: ModelShape, *, software: Software) -> Checkpoint:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import allocator, arguments, device, host, memory, preflight, report
+from llamafactory_preflight import allocator, arguments, device, findings, host, memory, preflight, report
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -53,6 +53,9 @@ def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
     """
     settings = Settings.from_environment()
     result = _looked_at(given, settings, stage="process", length=longest.tokens)
+    if speaks:
+        for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
+            print(f"llamafactory-preflight: {report.finding_line(finding)}", file=sys.stderr, flush=True)
     if result.device is None or result.estimate is None or result.run.packing:
         return
     stops = settings.mode != "warn" and result.verdict.word == "will_not_fit"

@@ -39,7 +39,7 @@ def text(result: Result) -> str:
     lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
     lines += _remedy_lines(result)
     for finding in result.findings:
-        lines += _wrapped(f"{MARKS[finding.severity]}: {message(finding)}", indent="  ")
+        lines += _wrapped(finding_line(finding), indent="  ")
     for sentence in result.resolved:
         lines += _wrapped(f"note: {sentence}", indent="  ")
     return "\n".join(lines)
@@ -119,6 +119,11 @@ def message(finding: Finding) -> str:
     for name, amount in finding.amounts.items():
         words = words.replace(f"{{{name}}}", size(amount))
     return words
+
+
+def finding_line(finding: Finding) -> str:
+    """How severe a finding is, and its text."""
+    return f"{MARKS[finding.severity]}: {message(finding)}"
 
 
 def _object(**values: Any) -> str:

@@ -6,11 +6,19 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight.device import choice, processes
 from llamafactory_preflight.device.card import Device, DriverError, context_of
 from llamafactory_preflight.device.processes import Process
+
+
+NO_ANSWER = (
+    "The NVIDIA driver does not answer ({error}), and LLaMA-Factory may train on the CPU: see what nvidia-smi says, "
+    "and restart the container or the machine"
+)
+CONTROL = Path("/dev/nvidiactl")
 
 
 def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
@@ -20,7 +28,7 @@ def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
     that setting does.
 
     Raises:
-        DriverError: There is a driver, and it does not answer; CUDA would not start either.
+        DriverError: There is a driver, and it does not answer.
     """
     try:
         import pynvml
@@ -29,24 +37,42 @@ def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        absent = {getattr(pynvml, f"NVML_ERROR_{name}", None) for name in ("LIBRARY_NOT_FOUND", "DRIVER_NOT_LOADED")}
-        if getattr(error, "value", None) in absent:
+        fault = _fault(pynvml, error)
+        if fault is None:
             return ()
-        if getattr(error, "value", None) == getattr(pynvml, "NVML_ERROR_LIB_RM_VERSION_MISMATCH", -1):
-            raise DriverError(
-                "The NVIDIA driver was updated and the old one is still loaded, so that CUDA cannot start: reboot"
-            ) from None
-        raise DriverError(f"The NVIDIA driver does not answer ({error})") from None
+        raise DriverError(fault) from None
     try:
         return tuple(
             _described(pynvml, handle, number, place, environ)
             for place, (handle, number) in enumerate(_selected(pynvml, environ.get("CUDA_VISIBLE_DEVICES")))
         )
     except pynvml.NVMLError as error:
-        raise DriverError(f"The NVIDIA driver does not answer ({error})") from None
+        raise DriverError(NO_ANSWER.format(error=error)) from None
+    except AttributeError as error:
+        raise DriverError(f"The installed nvidia-ml-py is too old ({error}): pip install -U nvidia-ml-py") from None
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()
+
+
+def _fault(nvml: Any, error: Exception) -> str | None:
+    """What a failure to start NVML means for a run, or None where there is no driver."""
+    value = getattr(error, "value", None)
+    if value == nvml.NVML_ERROR_DRIVER_NOT_LOADED:
+        return None
+    if value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
+        return (
+            "There is an NVIDIA GPU, and libnvidia-ml, which tells of its memory, is missing: start the container "
+            "with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or name the card in LLAMAFACTORY_PREFLIGHT_GPU"
+            if CONTROL.exists()
+            else None
+        )
+    if value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
+        return (
+            "The NVIDIA driver was updated and the old one is still loaded, so that CUDA cannot start and "
+            "LLaMA-Factory would train on the CPU: reboot"
+        )
+    return NO_ANSWER.format(error=error)
 
 
 def highest_cuda() -> int | None:
@@ -90,7 +116,7 @@ def _selected(nvml: Any, text: str | None) -> Iterator[tuple[Any, int]]:
 
 
 def _in_mig_mode(nvml: Any, card: Any) -> bool:
-    with suppress(nvml.NVMLError):
+    with suppress(nvml.NVMLError, AttributeError):
         return bool(nvml.nvmlDeviceGetMigMode(card)[0])
     return False  # too old for it
 

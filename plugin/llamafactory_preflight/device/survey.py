@@ -38,9 +38,9 @@ def survey(environ: Mapping[str, str] | None = None) -> Survey:
         return Survey(devices=amd.devices(env))
     try:
         found = nvidia.devices(env)
+        fault = _why_unusable(build) if found else _why_hidden(env)
     except DriverError as error:
-        return Survey(fault=str(error))
-    fault = _why_unusable(build) if found else None
+        fault = str(error)
     return Survey(fault=fault) if fault else Survey(devices=found)
 
 
@@ -49,16 +49,33 @@ def visible(environ: Mapping[str, str] | None = None) -> tuple[Device, ...]:
     return survey(environ).devices
 
 
+def _why_hidden(environ: Mapping[str, str]) -> str | None:
+    """An empty value and -1 hide all devices on purpose; other values that leave none are mistakes."""
+    text = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
+    if text in ("", "-1"):
+        return None
+    others = nvidia.devices({name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"})
+    return (
+        f"CUDA_VISIBLE_DEVICES={text[:40]} leaves none of the {len(others)} GPUs here, so that LLaMA-Factory trains "
+        "on the CPU: count from 0, each of them once"
+        if others
+        else None
+    )
+
+
 def _why_unusable(build: torch_build.TorchBuild | None) -> str | None:
     if build is None:
         return None  # no torch here: the card is planned for, not used
     if build.cuda is None:
-        return "There is an NVIDIA GPU, but the installed torch is built without CUDA: install one with it"
+        return (
+            "There is an NVIDIA GPU, but the installed torch is built without CUDA, so that LLaMA-Factory trains on "
+            "the CPU: install one that has it"
+        )
     wanted, highest = int(build.cuda.split(".")[0]), nvidia.highest_cuda()
     # Within a major version an older driver will do (CUDA minor version compatibility).
     if highest is not None and highest < wanted:
         return (
-            f"The NVIDIA driver runs CUDA up to {highest}, and the installed torch is built for {build.cuda}: update "
-            "the driver, or install a torch for an older CUDA"
+            f"The NVIDIA driver runs CUDA up to {highest}, and the installed torch is built for {build.cuda}, so that "
+            "LLaMA-Factory trains on the CPU: update the driver, or install a torch for an older CUDA"
         )
     return None

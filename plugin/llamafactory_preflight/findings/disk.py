@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from llamafactory_preflight import host
-from llamafactory_preflight.disk import Checkpoint, Need, num_saved, shortages
-from llamafactory_preflight.result import Finding
+from llamafactory_preflight.disk import Checkpoint, Need, checkpoint_of, checkpoints, num_saved, shortages, with_steps
+from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 
 
@@ -34,6 +35,18 @@ def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
         )
     if not found:
         yield from _unlimited(run, needs, checkpoint)
+
+
+def disk_after_data(result: Result, *, num_samples: int) -> Iterator[Finding]:
+    """The same for checkpoints once the data says how many there will be."""
+    if result.shape is None or result.serves or num_saved(result.run) is not None:
+        return
+    run = with_steps(result.run, num_samples=num_samples, num_devices=max(1, len(result.devices)))
+    try:
+        checkpoint = checkpoint_of(run, result.shape, software=result.software)
+    except Unmodelled:
+        return
+    yield from disk_space(run, list(checkpoints(run, checkpoint)), checkpoint)
 
 
 def _unlimited(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoint | None) -> Iterator[Finding]:

@@ -101,9 +101,9 @@ def _holder(process: Process, place: int) -> str:
 
 
 def unusable(fault: str | None) -> Iterator[Finding]:
-    """A device that is there and that torch cannot use, so that LLaMA-Factory silently trains on the CPU."""
+    """A device that is there and cannot be used or asked; LLaMA-Factory silently trains on the CPU then."""
     if fault is not None:
-        yield Finding(id="gpu-unusable", severity="warning", message=f"{fault}. LLaMA-Factory would train on the CPU.")
+        yield Finding(id="gpu-unusable", severity="warning", message=f"{fault}.")
 
 
 def windows(
