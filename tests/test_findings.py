@@ -220,6 +220,18 @@ def test_experts_that_stay_in_16_bit() -> None:
     assert told(arguments.experts(RunDescription(), has_experts=True, software=five)) == {}
 
 
+def test_attention_without_a_kernel() -> None:
+    assert list(told(arguments.eager_attention(RunDescription(flash_attn="disabled")))) == ["eager-attention"]
+    assert told(arguments.eager_attention(RunDescription())) == {}
+
+
+def test_more_workers_than_cores() -> None:
+    (found,) = host_findings.workers(RunDescription(preprocessing_num_workers=512))
+    assert found.set == {"preprocessing_num_workers": host_findings.available_cores()} and "=512" in found.message
+    for number in (None, 1, 4, 8):
+        assert told(host_findings.workers(RunDescription(preprocessing_num_workers=number), cores=4)) == {}
+
+
 def test_fa3_that_is_a_value_and_is_refused() -> None:
     def of(model_type: str, version: str | None, flash_attn: str = "fa3") -> list[str]:
         run, software = RunDescription(flash_attn=flash_attn), Software(llamafactory=version)

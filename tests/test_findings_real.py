@@ -122,11 +122,21 @@ def test_flash_attention_that_is_not_installed_is_passed_over() -> None:
     from llamafactory.model.model_utils.attention import configure_attn_implementation
     from transformers.utils import is_flash_attn_2_available
 
-    assert is_flash_attn_2_available() == (Software.installed().flash_attn is not None)
+    assert not is_flash_attn_2_available() or Software.installed().flash_attn is not None
     config = Qwen3Config(**SIZES)
     configure_attn_implementation(config, ModelArguments(model_name_or_path="x", flash_attn="fa2"))  # type: ignore[arg-type]
     wanted = "flash_attention_2" if is_flash_attn_2_available() else None
     assert config._attn_implementation == wanted
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_disabled_is_eager() -> None:
+    from llamafactory.hparams import ModelArguments
+    from llamafactory.model.model_utils.attention import configure_attn_implementation
+
+    config = Qwen3Config(**SIZES)
+    configure_attn_implementation(config, ModelArguments(model_name_or_path="x", flash_attn="disabled"))  # type: ignore[arg-type]
+    assert config._attn_implementation == "eager"
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,18 @@ def experts(run: RunDescription, *, has_experts: bool, software: Software) -> It
         )
 
 
+def eager_attention(run: RunDescription) -> Iterator[Finding]:
+    """`disabled` means transformers' `eager`, not a kernel without FlashAttention."""
+    if run.flash_attn == "disabled":
+        yield Finding(
+            id="eager-attention",
+            severity="warning",
+            message="flash_attn=disabled writes out the scores of every pair of tokens; sdpa does not, and needs no "
+            "package.",
+            set={"flash_attn": "sdpa"},
+        )
+
+
 def flash_attention_3(run: RunDescription, *, model_type: str, software: Software) -> Iterator[Finding]:
     """Up to 0.9.5 LLaMA-Factory knows `fa3` as a value and refuses it when it loads the model, after tokenization."""
     refuses = software.llamafactory is not None and not software.at_least("llamafactory", 0, 9, 6)

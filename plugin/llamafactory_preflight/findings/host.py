@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.result import Finding
+from llamafactory_preflight.run import RunDescription
 
 
+OVERSUBSCRIBED = 2
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -42,6 +45,26 @@ def host_memory(
             "are left of that; free and top show the machine's.",
             amounts={"limit": limit, "total": here.total_bytes, "available": here.available_bytes},
         )
+
+
+def workers(run: RunDescription, *, cores: int | None = None) -> Iterator[Finding]:
+    """Each worker of the preprocessing is a process with a tokenizer and a part of the data of its own."""
+    here = cores or available_cores()
+    if run.preprocessing_num_workers is not None and run.preprocessing_num_workers > OVERSUBSCRIBED * here:
+        yield Finding(
+            id="many-workers",
+            severity="warning",
+            message=f"preprocessing_num_workers={run.preprocessing_num_workers} starts more processes than the {here} "
+            "cores here can use, and each takes main memory.",
+            set={"preprocessing_num_workers": here},
+        )
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _is_near(estimate: MemoryEstimate | None, here: MainMemory) -> bool:
