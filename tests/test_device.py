@@ -27,6 +27,9 @@ class Driver(ModuleType):
             self.value = value
             super().__init__(f"error {value}")
 
+    class NVMLError_NotSupported(NVMLError):
+        pass
+
     CARDS = (("GPU-aaa", 24), ("GPU-aab", 16), ("GPU-bbb", 80))
     SLICES = MappingProxyType({"MIG-1234": (20, 7, 0), "MIG-5678": (10, 9, 1)})
 
@@ -317,6 +320,17 @@ def test_an_own_context_that_the_driver_does_not_list_counts_as_free(
     driver.free = {0: 23 * GIB, 1: 12 * GIB}
     first, second, _ = device.visible({})
     assert (first.free_bytes, second.free_bytes) == (23 * GIB, 12 * GIB + second.context_bytes)
+    driver.free = {0: 12 * GIB, 1: 12 * GIB}
+    assert {card.free_bytes for card in device.visible({"LOCAL_RANK": "1"})[:2]} == {12 * GIB + second.context_bytes}
+
+
+def test_a_card_that_shares_main_memory_has_no_known_size(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Driver, handle: object, version: int | None = None) -> Any:
+        raise self.NVMLError_NotSupported
+
+    monkeypatch.setattr(Driver, "nvmlDeviceGetMemoryInfo", refuse)
+    first, *_ = device.visible({})
+    assert (first.name, first.total_bytes, first.free_bytes, first.taken_bytes) == ("card 0", None, None, 0)
 
 
 def test_a_process_has_the_name_of_its_program_without_its_arguments(tmp_path: Path) -> None:

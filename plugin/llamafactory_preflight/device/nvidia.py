@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,32 +139,40 @@ def _old_name(nvml: Any, part: Any, card: Any) -> str:
 
 
 def _described(nvml: Any, handle: Any, number: int, place: int, environ: Mapping[str, str]) -> Device:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     capability: tuple[int, int] | None = None
-    reserved = 0
     with suppress(nvml.NVMLError):
         # A slice does not say, its card does.
         capability = tuple(nvml.nvmlDeviceGetCudaComputeCapability(nvml.nvmlDeviceGetHandleByIndex(number)))
+    device = Device(
+        name=_text(nvml.nvmlDeviceGetName(handle)),
+        total_bytes=None,
+        free_bytes=None,
+        index=place,
+        compute_capability=capability,
+        physical_index=number,
+        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+    )
+    try:
+        memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    except nvml.NVMLError_NotSupported:
+        return device  # it shares main memory with the processor (GB10, Jetson)
+    total, free, reserved = int(memory.total), int(memory.free), 0
     with suppress(nvml.NVMLError, AttributeError):
         reserved = int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).reserved)
     running = _processes(nvml, handle)
     ours = {pid for pid in running if processes.is_ours(pid, environ)}
-    total, free = int(memory.total), int(memory.free)
     # In many containers the driver lists no process, and then not this one either.
-    own = sum(running[pid] or 0 for pid in ours) if ours else _own_context(place, total, total - free - reserved)
-    return Device(
-        name=_text(nvml.nvmlDeviceGetName(handle)),
+    own = sum(running[pid] or 0 for pid in ours) or _own_context(place, total, total - free - reserved, environ)
+    others = tuple(
+        Process(pid=pid, name=processes.name_of(pid), used_bytes=used)
+        for pid, used in sorted(running.items(), key=lambda item: (-(item[1] or 0), item[0]))
+        if pid not in ours
+    )
+    return replace(
+        device,
         total_bytes=total,
         free_bytes=min(total, free + own),
-        index=place,
-        compute_capability=capability,
-        processes=tuple(
-            Process(pid=pid, name=processes.name_of(pid), used_bytes=used)
-            for pid, used in sorted(running.items(), key=lambda item: (-(item[1] or 0), item[0]))
-            if pid not in ours
-        ),
-        physical_index=number,
-        uuid=_text(nvml.nvmlDeviceGetUUID(handle)),
+        processes=others,
         reserved_bytes=reserved,
     )
 
@@ -179,12 +188,16 @@ def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
     return found
 
 
-def _own_context(place: int, total: int, taken: int) -> int:
-    """The CUDA context that this process already has on the card; torch is asked only where it was started here."""
+def _own_context(place: int, total: int, taken: int, environ: Mapping[str, str]) -> int:
+    """The CUDA context that this run already has on the card; torch is asked only where it was started here.
+
+    Under torchrun the other ranks are as far as this one and have theirs on the other cards.
+    """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda is None or not cuda.is_initialized() or cuda.current_device() != place:
+    if cuda is None or not cuda.is_initialized():
         return 0
-    return max(0, min(context_of(total), taken))
+    has_one = "LOCAL_RANK" in environ or cuda.current_device() == place
+    return max(0, min(context_of(total), taken)) if has_one else 0
 
 
 def _text(value: str | bytes) -> str:
