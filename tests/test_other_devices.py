@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -74,7 +75,11 @@ def test_amd_cards_that_are_visible(tmp_path: Path, environ: dict[str, str], num
 
 
 def test_an_amd_card_that_shares_main_memory_has_no_known_size(tmp_path: Path) -> None:
-    (card,) = amd.devices({}, sysfs=server(tmp_path, cards=1, apu=True))
+    (card,) = amd.devices({}, sysfs=server(tmp_path / "one", cards=1, apu=True))
+    assert (card.total_bytes, card.free_bytes) == (None, None)
+    sysfs = server(tmp_path / "other", cards=1)
+    (sysfs / "class/drm/renderD128/device/mem_info_vram_total").write_text(f"{512 * MIB}\n")
+    (card,) = amd.devices({}, sysfs=sysfs)
     assert (card.total_bytes, card.free_bytes) == (None, None)
 
 
@@ -88,7 +93,7 @@ def test_without_amds_driver_there_is_nothing(tmp_path: Path) -> None:
 
 def test_a_torch_for_rocm_looks_for_amd_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_build, "installed", lambda: TorchBuild(hip="6.4.43482"))
-    monkeypatch.setattr(amd.devices, "__kwdefaults__", {"sysfs": server(tmp_path)})
+    monkeypatch.setattr(amd, "devices", partial(amd.devices, sysfs=server(tmp_path)))
     assert [card.kind for card in device.visible({})] == ["rocm", "rocm"]
 
 

@@ -9,9 +9,11 @@ from pathlib import Path
 from llamafactory_preflight.device import choice, processes
 from llamafactory_preflight.device.card import Device
 from llamafactory_preflight.device.processes import Process
+from llamafactory_preflight.units import GIB
 
 
 SYSFS = Path("/sys")
+SMALLEST = 4 * GIB  # No card of its own that ROCm supports has less; less is what a processor's GPU has set aside.
 
 
 def devices(environ: Mapping[str, str], *, sysfs: Path = SYSFS) -> tuple[Device, ...]:
@@ -44,7 +46,7 @@ def _card(kfd: Path, sysfs: Path, node: Path, environ: Mapping[str, str]) -> Dev
         return None  # a processor, or a card that this container may not use
     card = sysfs / "class" / "drm" / f"renderD{properties.get('drm_render_minor', 0)}" / "device"
     total, used = _number(card / "mem_info_vram_total"), _number(card / "mem_info_vram_used")
-    if properties.get("cpu_cores_count"):
+    if properties.get("cpu_cores_count") or (total or 0) < SMALLEST:
         total = used = None  # it shares main memory with the processor, and what torch gets of it is not said here
     holders = _holders(kfd / "proc", _number(node / "gpu_id"))
     own = sum(size for pid, size in holders.items() if processes.is_ours(pid, environ))
