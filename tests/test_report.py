@@ -181,7 +181,11 @@ def test_remedies_are_lines_to_paste_and_say_what_they_take_and_cost() -> None:
 def test_a_card_is_named_by_both_of_its_numbers_where_they_differ() -> None:
     other = dataclasses.replace(CARD, physical_index=5, uuid="GPU-5", processes=(Process(pid=7, used_bytes=GIB),))
     result = dataclasses.replace(RESULT, device=other, devices=(other,))
-    assert "GPU 0 (number 5 of the driver), NVIDIA GeForce RTX 4090" in report.text(result)
+    assert "GPU 0 = nvidia-smi 5, NVIDIA GeForce RTX 4090" in report.text(result)
+    longer = dataclasses.replace(other, name="NVIDIA A100-SXM4-80GB MIG 3g.40gb")
+    text = report.text(dataclasses.replace(result, device=longer, devices=(longer,)))
+    assert "\n    GPU 0 = nvidia-smi 5, NVIDIA A100-SXM4-80GB MIG 3g.40gb\n" in text
+    assert max(map(len, text.splitlines())) <= 80
     same = dataclasses.replace(other, physical_index=0)
     assert "GPU 0, NVIDIA" in report.text(dataclasses.replace(RESULT, device=same, devices=(same,)))
     (told,) = json.loads(report.as_json(result))["gpu"]["devices"]

@@ -199,14 +199,16 @@ def _table(result: Result) -> list[str]:
         needed = verdict.needed_bytes(estimate, context_bytes=device.context_bytes)
         low, high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)
         rows.append(_row("needed", needed) + f"  ({gib(low):.2f} to {gib(high):.2f})")
-        rows.append(_row("GPU has free", device.free_bytes) + f"  {_place(result.devices, device)}")
+        free, place = _row("GPU has free", device.free_bytes), _place(result.devices, device)
+        rows += [f"{free}  {place}"] if len(free) + len(place) <= WIDTH - 4 else [free, f"  {place}"]
         rows.append(_row("main memory", estimate.host_bytes) + f"  of {size(available)} available")
     return [f"  {row}" for row in rows]
 
 
 def _place(devices: tuple[Device, ...], decisive: Device) -> str:
     moved = decisive.physical_index not in (None, decisive.index)
-    place = f"GPU {decisive.index}" + (f" (number {decisive.physical_index} of the driver)" if moved else "")
+    owner = "nvidia-smi" if decisive.kind == "cuda" else "number"
+    place = f"GPU {decisive.index}" + (f" = {owner} {decisive.physical_index}" if moved else "")
     name = f"{decisive.name}, planned" if decisive.planned else f"{place}, {decisive.name}"
     return name if len(devices) < 2 else f"{name}, on each of {len(devices)}"
 
