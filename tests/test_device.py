@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import device
-from llamafactory_preflight.device import Device, Process, Survey, choice, nvidia, processes, torch_build
+from llamafactory_preflight.device import Device, Process, Survey, choice, processes, torch_build
+from llamafactory_preflight.device import driver as driver_state
 from llamafactory_preflight.device.torch_build import TorchBuild
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB
@@ -229,7 +230,7 @@ def test_a_choice_that_hides_every_card_on_purpose_is_not_told(driver: Driver, c
 def test_a_container_without_the_library_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     install(Driver(failure=Driver.NVML_ERROR_LIBRARY_NOT_FOUND), monkeypatch)
     (tmp_path / "nvidiactl").write_text("")
-    monkeypatch.setattr(nvidia, "CONTROL", tmp_path / "nvidiactl")
+    monkeypatch.setattr(driver_state, "CONTROL", tmp_path / "nvidiactl")
     assert "NVIDIA_DRIVER_CAPABILITIES=compute,utility" in (device.survey({}).fault or "")
 
 

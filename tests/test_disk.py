@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import disk, host, report
-from llamafactory_preflight.disk import Checkpoint, Need
+from llamafactory_preflight import checkpoint_size, disk, host, report
+from llamafactory_preflight.checkpoint_size import Checkpoint
+from llamafactory_preflight.disk import Need
 from llamafactory_preflight.findings.disk import disk_after_data, disk_space
 from llamafactory_preflight.hub import ModelSource
 from llamafactory_preflight.model_shape import ModelShape
@@ -34,7 +35,9 @@ TRAINING: Mapping[str, Any] = {"do_train": True, "output_dir": "out"}
 
 
 def checkpoint(**asked: Any) -> Checkpoint:
-    return disk.checkpoint_of(RunDescription(**{"optim": "adamw_torch"} | asked), SHAPE, software=SOFTWARE)
+    found = checkpoint_size.of_shape(RunDescription(**{"optim": "adamw_torch"} | asked), SHAPE, software=SOFTWARE)
+    assert found is not None
+    return found
 
 
 def test_full_tuning_saves_float32_and_two_moments() -> None:
@@ -80,7 +83,7 @@ def test_deepspeed_saves_a_float32_copy_and_two_moments(stage: int, bytes_a_para
     ],
 )
 def test_how_many_checkpoints_there_will_be(asked: dict[str, Any], number: int | None) -> None:
-    assert disk.num_saved(RunDescription(**asked)) == number
+    assert checkpoint_size.num_saved(RunDescription(**asked)) == number
 
 
 @pytest.mark.parametrize(

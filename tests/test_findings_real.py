@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, Trainer, TrainingArguments
 
-from llamafactory_preflight import disk, preflight
+from llamafactory_preflight import checkpoint_size, disk, preflight
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments
 from llamafactory_preflight.model_shape import ModelShape
@@ -171,7 +171,7 @@ def test_steps_are_counted_as_the_trainer_counts_them(
     run = RunDescription(
         num_train_epochs=epochs, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation
     )
-    assert disk.with_steps(run, num_samples=num_samples, num_devices=1).max_steps == trainer.state.max_steps
+    assert checkpoint_size.with_steps(run, num_samples=num_samples, num_devices=1).max_steps == trainer.state.max_steps
 
 
 class Kept:
@@ -250,7 +250,8 @@ def test_checkpoints_are_as_large_as_predicted(saved: tuple[Path, dict[str, Any]
     software = Software.installed()
     run = from_arguments(given, software=software, origin="run.yaml")
     shape = ModelShape.from_config(json.loads((tiny_model / "config.json").read_text()))
-    told = disk.checkpoint_of(run, shape, software=software)
+    told = checkpoint_size.of_shape(run, shape, software=software)
+    assert told is not None
     (_, first), (_, second) = sorted((file.name, file) for file in (folder / "out").glob("checkpoint-*"))
     for checkpoint in (first, second):
         assert told.model == pytest.approx((checkpoint / "model.safetensors").stat().st_size, rel=0.01)

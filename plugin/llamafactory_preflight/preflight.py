@@ -12,6 +12,7 @@ from typing import Any, Literal
 from llamafactory_preflight import (
     allocator,
     arguments,
+    checkpoint_size,
     disk,
     findings,
     host,
@@ -131,7 +132,7 @@ def examine(
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
     writes: list[disk.Need] = [*disk.data(run, env)]
-    checkpoint: disk.Checkpoint | None = None
+    checkpoint: checkpoint_size.Checkpoint | None = None
     model_type = ""
     proposed: tuple[remedies.Remedy, ...] = ()
     try:
@@ -154,7 +155,7 @@ def examine(
             estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
             shape = _shape(model.config)
-            checkpoint = _checkpoint(run, shape, software)
+            checkpoint = checkpoint_size.of_shape(run, shape, software=software)
             if run.deepspeed is not None:
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
             if serves:
@@ -166,7 +167,7 @@ def examine(
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
-        checkpoint = checkpoint or disk.checkpoint_from(run, estimate)
+        checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")
     if checkpoint is not None:
@@ -203,13 +204,6 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         return ModelShape.from_config(config)
     except Unmodelled as error:
         raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
-
-
-def _checkpoint(run: RunDescription, shape: ModelShape, software: Software) -> disk.Checkpoint | None:
-    try:
-        return disk.checkpoint_of(run, shape, software=software)
-    except Unmodelled:
-        return None
 
 
 def _serves(run: RunDescription) -> bool:

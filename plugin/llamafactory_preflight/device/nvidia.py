@@ -7,19 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight.device import choice, processes
+from llamafactory_preflight.device import choice, driver, processes
 from llamafactory_preflight.device.card import Device, DriverError, context_of
 from llamafactory_preflight.device.processes import Process
-
-
-NO_ANSWER = (
-    "The NVIDIA driver does not answer ({error}), and LLaMA-Factory may train on the CPU: see what nvidia-smi says, "
-    "and restart the container or the machine"
-)
-CONTROL = Path("/dev/nvidiactl")
 
 
 def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
@@ -38,7 +30,7 @@ def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError as error:
-        fault = _fault(pynvml, error)
+        fault = driver.fault_of(pynvml, error)
         if fault is None:
             return ()
         raise DriverError(fault) from None
@@ -48,46 +40,9 @@ def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
             for place, (handle, number) in enumerate(_selected(pynvml, environ.get("CUDA_VISIBLE_DEVICES")))
         )
     except pynvml.NVMLError as error:
-        raise DriverError(NO_ANSWER.format(error=error)) from None
+        raise DriverError(driver.NO_ANSWER.format(error=error)) from None
     except AttributeError as error:
         raise DriverError(f"The installed nvidia-ml-py is too old ({error}): pip install -U nvidia-ml-py") from None
-    finally:
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlShutdown()
-
-
-def _fault(nvml: Any, error: Exception) -> str | None:
-    """What a failure to start NVML means for a run, or None where there is no driver."""
-    value = getattr(error, "value", None)
-    if value == nvml.NVML_ERROR_DRIVER_NOT_LOADED:
-        return None
-    if value == nvml.NVML_ERROR_LIBRARY_NOT_FOUND:
-        return (
-            "There is an NVIDIA GPU, and libnvidia-ml, which tells of its memory, is missing: start the container "
-            "with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or name the card in LLAMAFACTORY_PREFLIGHT_GPU"
-            if CONTROL.exists()
-            else None
-        )
-    if value == nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH:
-        return (
-            "The NVIDIA driver was updated and the old one is still loaded, so that CUDA cannot start and "
-            "LLaMA-Factory would train on the CPU: reboot"
-        )
-    return NO_ANSWER.format(error=error)
-
-
-def highest_cuda() -> int | None:
-    """The major version of CUDA that the driver can run, or None where it does not say."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # whatever is wrong is told elsewhere
-        return None
-    try:
-        return int(pynvml.nvmlSystemGetCudaDriverVersion()) // 1000
-    except pynvml.NVMLError:
-        return None
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

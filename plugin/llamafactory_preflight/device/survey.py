@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from llamafactory_preflight.device import amd, apple, ascend, nvidia, torch_build
+from llamafactory_preflight.device import amd, apple, ascend, driver, nvidia, torch_build
 from llamafactory_preflight.device.card import Device, DriverError
 
 
@@ -71,7 +71,7 @@ def _why_unusable(build: torch_build.TorchBuild | None) -> str | None:
             "There is an NVIDIA GPU, but the installed torch is built without CUDA, so that LLaMA-Factory trains on "
             "the CPU: install one that has it"
         )
-    wanted, highest = int(build.cuda.split(".")[0]), nvidia.highest_cuda()
+    wanted, highest = int(build.cuda.split(".")[0]), driver.highest_cuda()
     # Within a major version an older driver will do (CUDA minor version compatibility).
     if highest is not None and highest < wanted:
         return (

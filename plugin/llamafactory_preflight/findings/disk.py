@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llamafactory_preflight import host
-from llamafactory_preflight.disk import Checkpoint, Need, checkpoint_of, checkpoints, num_saved, shortages, with_steps
-from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight import checkpoint_size, host
+from llamafactory_preflight.checkpoint_size import Checkpoint, num_saved
+from llamafactory_preflight.disk import Need, checkpoints, shortages
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 
@@ -41,12 +41,10 @@ def disk_after_data(result: Result, *, num_samples: int) -> Iterator[Finding]:
     """The same for checkpoints once the data says how many there will be."""
     if result.shape is None or result.serves or num_saved(result.run) is not None:
         return
-    run = with_steps(result.run, num_samples=num_samples, num_devices=max(1, len(result.devices)))
-    try:
-        checkpoint = checkpoint_of(run, result.shape, software=result.software)
-    except Unmodelled:
-        return
-    yield from disk_space(run, list(checkpoints(run, checkpoint)), checkpoint)
+    run = checkpoint_size.with_steps(result.run, num_samples=num_samples, num_devices=max(1, len(result.devices)))
+    checkpoint = checkpoint_size.of_shape(run, result.shape, software=result.software)
+    if checkpoint is not None:
+        yield from disk_space(run, list(checkpoints(run, checkpoint)), checkpoint)
 
 
 def _unlimited(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoint | None) -> Iterator[Finding]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from llamafactory_preflight.disk import Checkpoint, Need
+from llamafactory_preflight.checkpoint_size import Checkpoint
+from llamafactory_preflight.disk import Need
 from llamafactory_preflight.findings import arguments, disk, hardware, host, packages
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.result import Finding, Result
