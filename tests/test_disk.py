@@ -102,6 +102,15 @@ def test_what_is_kept_of_them(asked: dict[str, Any], kept: int) -> None:
     assert (need.kind, need.folder, need.size) == ("checkpoints", Path("out"), 10 + kept * 30)
 
 
+def test_checkpoints_that_may_not_all_be_written_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    each, limited = Checkpoint(model=4 * GIB, states=8 * GIB), RunDescription(**TRAINING, save_total_limit=3)
+    (need,) = disk.checkpoints(limited, each)
+    assert (need.size, need.certain) == (52 * GIB, 16 * GIB)
+    for free, severity in ((15, "error"), (17, "warning")):
+        monkeypatch.setattr(host, "free_disk_bytes", lambda path, free=free: free * GIB)
+        assert [finding.severity for finding in disk_space(limited, [need], each)] == [severity]
+
+
 def test_a_run_that_does_not_train_saves_nothing() -> None:
     assert list(disk.checkpoints(RunDescription(output_dir="out"), Checkpoint(model=1, states=1))) == []
 
@@ -126,7 +135,10 @@ def test_the_cache_of_local_data(tmp_path: Path) -> None:
 
 
 def needs(tmp_path: Path, **sizes: int) -> list[Need]:
-    return [Need(kind=kind, folder=tmp_path / kind, size=size) for kind, size in sizes.items()]  # type: ignore[arg-type]
+    return [
+        Need(kind=kind, folder=tmp_path / kind, size=size, certain=0 if kind == "data" else size)  # type: ignore[arg-type]
+        for kind, size in sizes.items()
+    ]
 
 
 def test_what_fits_alone_may_not_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,7 +121,9 @@ def test_a_system_that_does_not_tell(tmp_path: Path) -> None:
     assert memory(tmp_path) is None
 
 
-@pytest.mark.parametrize("text", ["", "garbage", "0::", "4:memory", ":::::", "0::/../..", "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "garbage", "0::", "4:memory", ":::::", "0::/../..", "\0", "4:memory:/a\0b", "0::/" + "x" * 9000]
+)
 def test_a_file_that_reads_otherwise_limits_nothing(machine: Path, text: str) -> None:
     (machine / "cgroup").write_text(text)
     (machine / "mountinfo").write_text(text)

@@ -112,7 +112,7 @@ def _entry(stat: str, name: str) -> int | None:
 def _lines(file: Path) -> list[str]:
     try:
         return file.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
+    except (OSError, ValueError):  # the latter for a path that cannot be one
         return []
 
 

@@ -32,12 +32,14 @@ class Need:
     Attributes:
         kind: What it is.
         folder: Where it goes; it need not exist.
-        size: Bytes, at least.
+        size: Bytes as far as known.
+        certain: Bytes that it takes in any case.
     """
 
     kind: Kind
     folder: Path
     size: int
+    certain: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +75,7 @@ def shortages(needs: Sequence[Need]) -> Iterator[Shortage]:
 def weights(source: ModelSource) -> Iterator[Need]:
     """The weights that are still to be downloaded, where their size is known."""
     if source.download_bytes:
-        yield Need(kind="weights", folder=source.cache_dir, size=source.download_bytes)
+        yield Need(kind="weights", folder=source.cache_dir, size=source.download_bytes, certain=source.download_bytes)
 
 
 def checkpoints(run: RunDescription, checkpoint: Checkpoint) -> Iterator[Need]:
@@ -83,11 +85,19 @@ def checkpoints(run: RunDescription, checkpoint: Checkpoint) -> Iterator[Need]:
     """
     if not (run.do_train and run.output_dir):
         return
-    kept = 0 if run.save_strategy == "no" else num_saved(run) or 1
-    if run.save_total_limit is not None and run.save_total_limit > 0:
-        kept = min(kept, run.save_total_limit + 1) if num_saved(run) else run.save_total_limit + 1
-    size = checkpoint.model + kept * (checkpoint.model + checkpoint.states)
-    yield Need(kind="checkpoints", folder=hub.expanded(run.output_dir), size=size)
+    written = num_saved(run)
+    at_most = run.save_total_limit + 1 if run.save_total_limit is not None and run.save_total_limit > 0 else None
+    if written is None:  # one for certain, at the end
+        certain, kept = 1, at_most or 1
+    else:
+        certain = kept = min(written, at_most or written)
+    each = checkpoint.model + checkpoint.states
+    yield Need(
+        kind="checkpoints",
+        folder=hub.expanded(run.output_dir),
+        size=checkpoint.model + kept * each,
+        certain=checkpoint.model + certain * each,
+    )
 
 
 def data(run: RunDescription, environ: Mapping[str, str]) -> Iterator[Need]:
@@ -97,7 +107,7 @@ def data(run: RunDescription, environ: Mapping[str, str]) -> Iterator[Need]:
     size = sum(_file_bytes(run))
     if size:
         home = environ.get("HF_DATASETS_CACHE") or str(hub.huggingface_home(environ) / "datasets")
-        yield Need(kind="data", folder=hub.expanded(run.cache_dir or home), size=CACHE_PER_BYTE * size)
+        yield Need(kind="data", folder=hub.expanded(run.cache_dir or home), size=CACHE_PER_BYTE * size, certain=0)
 
 
 def _file_bytes(run: RunDescription) -> Iterator[int]:

@@ -21,7 +21,7 @@ def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
     for shortage in found:
         first = shortage.needs[0]
         parts = [f"{{{need.kind}}} for {WORDS[need.kind]}" for need in shortage.needs]
-        certain = sum(need.size for need in shortage.needs if need.kind != "data") > shortage.free
+        certain = sum(need.certain for need in shortage.needs) > shortage.free
         amounts: dict[str, int] = {need.kind: need.size for need in shortage.needs}
         saves = next((need for need in shortage.needs if need.kind == "checkpoints"), None)
         smaller = {"save_total_limit": 1, "save_only_model": True} if saves else None
