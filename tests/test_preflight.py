@@ -34,7 +34,13 @@ CARD = Device(name="a card", total_bytes=24 * GIB, free_bytes=24 * GIB, compute_
 
 
 def one_gib_and_a_mib_a_token(
-    run: RunDescription, shape: object, *, software: Software, card: Card, length: int | None = None
+    run: RunDescription,
+    shape: object,
+    *,
+    software: Software,
+    card: Card,
+    length: int | None = None,
+    ranks: object = None,
 ) -> MemoryEstimate:
     """Stands for the real estimate, so that these tests are about what is made of it."""
     peak = GIB + (length or run.cutoff_len) * MIB

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import allocator, arguments, device, findings, host, memory, preflight, report
+from llamafactory_preflight import allocator, arguments, device, findings, host, machine, memory, preflight, report
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -74,7 +74,7 @@ def _looked_at(
         given,
         origin=str(file or "the arguments"),
         beside=file.resolve().parent if file else None,
-        devices=preflight.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
+        devices=machine.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,
@@ -85,9 +85,9 @@ def _fits_when_short(result: Result) -> bool:
     """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
     if result.run.packing or result.shape is None:
         return False
-    card = preflight.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
+    card = machine.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    ranks = preflight.ranks_of(len(result.devices), env=os.environ)
+    ranks = machine.ranks_of(len(result.devices), env=os.environ)
     estimate = memory.estimate(
         result.run, result.shape, software=result.software, card=card, length=length, ranks=ranks
     )

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llamafactory_preflight import (
-    allocator,
     arguments,
     checkpoint_size,
     disk,
     findings,
     host,
     hub,
+    machine,
     memory,
     model_config,
     paths,
@@ -34,9 +34,6 @@ from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
 from llamafactory_preflight.zero import ZeroPlan
-
-
-MOST_GPUS = 4096
 
 
 def check(
@@ -77,7 +74,7 @@ def check(
     planned = cards.planned(gpu=gpu, free=free)
     if planned is None and device is None:
         planned = cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
-    devices = taking_part(planned, device=device, gpus=gpus)
+    devices = machine.taking_part(planned, device=device, gpus=gpus)
     beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
     result = examine(
         given,
@@ -147,8 +144,8 @@ def examine(
         family = FAMILIES.get(model_type)
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
-        card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
-        ranks = memory.Ranks() if on_cpu else ranks_of(len(devices), env=env)
+        card, placed = machine.card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
+        ranks = memory.Ranks() if on_cpu else machine.ranks_of(len(devices), env=env)
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
         if exact:
@@ -212,23 +209,6 @@ def _serves(run: RunDescription) -> bool:
     return run.export_dir is not None or not (works or run.dataset or run.output_dir)
 
 
-def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -> memory.Card:
-    """What the estimate asks of the card, and of the allocator as the training process will find it configured."""
-    torchrun = num_gpus > 1 or is_enabled(env, "FORCE_TORCHRUN")
-    hooked = Settings.from_environment(env).mode != "off"
-    card = memory.Card(expandable_segments=allocator.expands(env, torchrun=torchrun, hooked=hooked))
-    capability = decisive.compute_capability if decisive else None
-    return card if capability is None else replace(card, compute_capability=capability)
-
-
-def ranks_of(num_gpus: int, *, env: Mapping[str, str]) -> memory.Ranks:
-    """How many processes train together: torchrun tells its own, else one for each GPU on each of `NNODES` machines."""
-    given = {name: env.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
-    count = {name: int(value) for name, value in given.items() if value.isdigit() and int(value) > 0}
-    local = count.get("LOCAL_WORLD_SIZE", count.get("NPROC_PER_NODE", max(num_gpus, 1)))
-    return memory.Ranks(world=count.get("WORLD_SIZE", local * count.get("NNODES", 1)), local=local)
-
-
 def _remedies(
     run: RunDescription,
     shape: ModelShape,
@@ -260,37 +240,6 @@ def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_
     if decisive.kind != "cuda":
         estimate = verdict.widened(estimate)
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
-
-
-def taking_part(planned: Device | None, *, device: int | None = None, gpus: int | None = None) -> tuple[Device, ...]:
-    """The GPUs of a run: as many planned ones as asked for, or those of this machine.
-
-    Raises:
-        UserError: There are no such GPUs.
-    """
-    if gpus is not None and not 1 <= gpus <= MOST_GPUS:
-        raise UserError(f"--gpus {gpus} is not a number of GPUs", next_step=f"Give 1 to {MOST_GPUS}")
-    if planned is not None and device is not None:
-        raise UserError(
-            "--device picks a GPU of this machine, and --gpu or --free describes another", next_step="Give one"
-        )
-    if planned is not None:
-        return tuple(replace(planned, index=index) for index in range(gpus or 1))
-    seen = cards.visible()
-    if device is not None:
-        if not 0 <= device < len(seen):
-            raise UserError(
-                f"--device {device} does not exist; visible GPUs: {len(seen)}",
-                next_step="Count from 0, or name a card with --gpu 24GiB",
-            )
-        return (seen[device],)
-    if gpus is not None and seen:
-        if gpus > len(seen):
-            raise UserError(
-                f"--gpus {gpus} asks for more than the {len(seen)} visible", next_step="Describe them with --gpu"
-            )
-        return seen[:gpus]
-    return seen
 
 
 def _path(source: Path | str) -> Path | Literal["-"]:
