@@ -10,11 +10,16 @@ from pathlib import Path
 import pytest
 
 from llamafactory_preflight import judged, preflight, schema
-from llamafactory_preflight.run import RunDescription, from_arguments
-from llamafactory_preflight.software import Software
+from llamafactory_preflight.run import RunDescription
 
 
-ARGUMENTS = {"dataset": "identity", "do_train": True, "bf16": True, "cutoff_len": 512, "per_device_train_batch_size": 1}
+ARGUMENTS = {
+    "dataset": "identity",
+    "do_train": True,
+    "bf16": True,
+    "cutoff_len": 512,
+    "per_device_train_batch_size": 1,
+}
 TEXT = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 1000, "head_dim": 16, "dtype": "bfloat16",
@@ -51,19 +56,22 @@ def test_every_field_of_a_run_is_read_by_something(root: Path) -> None:
         ("add_tokens", "<a>,<b>"),
         ("optim_args", "foreach=False"),
         ("use_liger_kernel", True),
-        ("an_argument_of_next_year", 1),
     ],
 )
 def test_what_no_formula_knows_makes_a_run_unknown(tiny_model: Path, key: str, value: object) -> None:
     given = ARGUMENTS | {"model_name_or_path": str(tiny_model)}
     certain = preflight.check(given, free="20GiB")
     assert certain.verdict.word == "fits"
-    run = from_arguments(given | {key: value}, software=Software.installed(), origin="test", allow_extra=True)
-    assert run.unmodelled == (key,)
-    if key in (schema.load() or schema.Schema(arguments={})).arguments:
-        result = preflight.check(given | {key: value}, free="20GiB")
-        assert result.verdict.word == "unknown"
-        assert f"`{key}`" in result.verdict.reasons[0]
+    result = preflight.check(given | {key: value}, free="20GiB")
+    assert result.run.unmodelled == (key,)
+    assert result.verdict.word == "unknown"
+    assert f"`{key}`" in result.verdict.reasons[0]
+
+
+def test_an_argument_that_nobody_judged_is_not_taken_for_harmless() -> None:
+    assert list(judged.unmodelled({"lora_rank": 8, "learning_rate": 1e-4, "of_next_year": 1}, read=READ)) == [
+        "of_next_year"
+    ]
 
 
 @pytest.mark.parametrize(("key", "values"), judged.WITHOUT_FORMULA.items())

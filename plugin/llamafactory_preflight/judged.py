@@ -1,7 +1,7 @@
 """Every argument of LLaMA-Factory that no formula reads: judged to leave memory alone, or known to change it.
 
-`RunDescription` holds what the formulas read. A test goes through the installed LLaMA-Factory's arguments and fails for
-one that stands nowhere, and a run that sets one that nobody has judged (a newer LLaMA-Factory has more) is `unknown`.
+`RunDescription` holds what the formulas read. A test goes through the arguments of the installed LLaMA-Factory and
+fails for one that stands nowhere; a run that sets one that nobody has judged (a newer version has more) is `unknown`.
 """
 
 from __future__ import annotations
@@ -86,9 +86,11 @@ WITHOUT_EFFECT = frozenset(
         "do_sample", "generation_max_length", "length_penalty", "max_length", "repetition_penalty",
         "skip_special_tokens", "temperature", "top_k", "top_p", "use_cache", "use_kv_cache",
         # Read only under a switch that is `unknown` itself: PPO, BAdam, fp8, FSDP, KTransformers, other engines, Ray.
-        "adapter_folder", "badam_mode", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather", "fsdp_config",
+        "adapter_folder", "badam_mode", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
+        "fsdp_config",
         "kt_expert_checkpoint_path", "kt_lora_expert_intermediate_size", "kt_lora_expert_num", "kt_use_lora_experts",
-        "kt_weight_path", "oft_target", "optim_target_modules", "ppo_buffer_size", "ray_init_kwargs", "ray_num_workers", "reward_model",
+        "kt_weight_path", "oft_target", "optim_target_modules", "ppo_buffer_size", "ray_init_kwargs",
+        "ray_num_workers", "reward_model",
         "reward_model_adapters", "reward_model_quantization_bit", "reward_model_type", "sglang_config",
         "sglang_lora_backend", "sglang_maxlen", "sglang_mem_fraction", "sglang_tp_size", "vllm_config",
         "vllm_enforce_eager", "vllm_gpu_util", "vllm_max_lora_rank", "vllm_maxlen",

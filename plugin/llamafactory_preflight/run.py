@@ -184,7 +184,9 @@ def from_arguments(
     if problems:
         raise _together(list(problems.values()), origin)
     values |= dict(_implied(values, software=software, known=known))
-    values["unmodelled"] = tuple(judged.unmodelled(arguments, read={field.name for field in read}))
+    # LLaMA-Factory drops what it does not know, where it is told to allow that.
+    taken = {key: value for key, value in arguments.items() if known is None or key in known.arguments}
+    values["unmodelled"] = tuple(judged.unmodelled(taken, read={field.name for field in read}))
     return RunDescription(**values)
 
 

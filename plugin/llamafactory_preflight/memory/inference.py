@@ -86,7 +86,7 @@ def inference_estimate(
 
 
 def _item(run: RunDescription, loaded: int) -> int:
-    """Bytes of an element: float32 is turned to 16 bit unless `infer_dtype` asks for it; an export writes that type."""
+    """Bytes of an element: float32 is turned to 16 bit unless `infer_dtype` asks for it, which an export writes."""
     wide = run.infer_dtype == "float32" and (loaded == FLOAT32 or run.export_dir is not None)
     return dtypes.size(FLOAT32 if wide else BFLOAT16)
 
