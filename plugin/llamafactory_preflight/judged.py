@@ -52,6 +52,7 @@ WITHOUT_EFFECT = frozenset(
         "use_rslora", "warmup_ratio", "warmup_steps", "weight_decay",
         # The data: what is in a sample, in which order, and where it comes from.
         "buffer_size", "data_seed", "data_shared_file_system", "dataloader_drop_last", "dataloader_persistent_workers",
+        "dataloader_pin_memory",
         "dataloader_prefetch_factor", "default_system", "disable_shuffling", "enable_thinking", "ignore_data_skip",
         "ignore_pad_token_for_loss", "interleave_probs", "label_names", "length_column_name", "mask_history",
         "max_samples", "media_dir", "mix_strategy", "overwrite_cache", "preprocessing_batch_size",

@@ -122,7 +122,6 @@ class RunDescription:
     eval_accumulation_steps: int | None = None
     prediction_loss_only: bool = False
     dataloader_num_workers: int = 0
-    dataloader_pin_memory: bool = True
     use_cpu: bool = False
     # saving
     output_dir: str | None = None
