@@ -181,7 +181,8 @@ def main() -> int:
     shared = {
         "model_name_or_path": str(folder / "model"), "dataset": "rows", "dataset_dir": str(folder),
         "seed": options.seed, "template": "qwen3_nothink", "num_train_epochs": 1, "save_strategy": "no",
-        "report_to": "none", "overwrite_cache": True, "preprocessing_num_workers": 1, "plot_loss": False, "logging_steps": 5,
+        "report_to": "none", "overwrite_cache": True, "preprocessing_num_workers": 1, "plot_loss": False,
+        "logging_steps": 5,
     }  # fmt: skip
     untuned = held_out_loss(folder / "model", None, held_out, device)
     print(f"{'':16}{'steps':>7}{'held-out loss':>15}\n{'not tuned':16}{0:7}{untuned:15.4f}", flush=True)
