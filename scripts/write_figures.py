@@ -29,17 +29,29 @@ KEPT = (
 def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
     """The record with the runs of a file that got through; the last one of each preset counts.
 
-    A run that was not timed leaves the speed that another one of the same settings had.
+    A run that was not timed leaves the speed that another one of the same settings had. What ran with other settings
+    than the preset has now is left out.
     """
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row["ok"]:
+        preset = ROOT / f"presets/{row['name']}.yaml"
+        given = yaml.safe_load(preset.read_text(encoding="utf-8")) if preset.exists() else None
+        if row["ok"] and given is not None and not is_of(row, given):
+            print(f"{row['name']}: ran with other settings, left out", file=sys.stderr)
+        elif row["ok"] and given is not None:
             before = record.get(row["name"], {})
             kept = {key: row[key] for key in KEPT}
             if kept["tokens_per_second"] is None and before.get("tokens_per_step") == kept["tokens_per_step"]:
                 kept["tokens_per_second"] = before["tokens_per_second"]
             record[row["name"]] = kept
     return dict(sorted(record.items()))
+
+
+def is_of(row: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether a run had the batch of a preset; a shorter accumulation is enough, as long as gradients were kept."""
+    steps = given["gradient_accumulation_steps"]
+    whole = tokens_per_step(given, row["num_gpus"]) // steps * row["accumulation"]
+    return bool(row["tokens_per_step"] == whole and min(2, steps) <= row["accumulation"] <= steps)
 
 
 def measured_line(name: str, record: dict[str, Any]) -> str:

@@ -14,7 +14,13 @@ from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 
 
-ARGUMENTS = {"dataset": "identity", "do_train": True, "bf16": True, "cutoff_len": 512, "per_device_train_batch_size": 1}
+ARGUMENTS = {
+    "dataset": "identity",
+    "do_train": True,
+    "bf16": True,
+    "cutoff_len": 512,
+    "per_device_train_batch_size": 1,
+}
 TEXT = {
     "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 128, "vocab_size": 1000, "head_dim": 16, "dtype": "bfloat16",
