@@ -4,9 +4,11 @@ usage: python scripts/compare_speed.py [PRESET ...] [--mix short] [--mix chat] [
 
 Against each preset: `example`, LLaMA-Factory's own example for that method with the model exchanged, and `recipe`, the
 one that circulates (batch 2 x 8, fp16, LoRA of rank 4 on attention, cutoff 1024). Where one of them would not fit the
-memory of the preset's card, it gets `enable_liger_kernel`, which costs it no speed; a note says so. Two data sets of
-natural length are generated: `short` like Alpaca and `chat`. The models have the real shapes and random weights. Every
-run's first step is left out; runs load side by side and take turns to train.
+memory of the preset's card, it gets `enable_liger_kernel`, which costs it no speed; a note says so. Two more can be
+asked for: `shorter`, the preset with packs of 2,048 tokens and as many more of them, and `kept`, the preset without
+gradient checkpointing and with packs that fit then. Two data sets of natural length are generated: `short` like
+Alpaca and `chat`. The models have the real shapes and random weights. Every run's first step is left out; runs load
+side by side and take turns to train.
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ from verify_presets import REPLACED, predicted
 # Mean and largest number of tokens, spread of the logarithm, number of samples.
 MIXES = {"short": (150, 1024, 0.8, 4000), "chat": (1000, 2048, 0.6, 1200)}
 SEED = 20
+SHORTER = 2048
+ARMS = ("preset", "example", "recipe", "shorter", "kept")
 SHARED: dict[str, Any] = {"stage": "sft", "do_train": True, "finetuning_type": "lora", "template": "qwen3_nothink"}
 # LLaMA-Factory's examples/train_lora/qwen3_lora_sft.yaml; the one for QLoRA differs in the quantization alone.
 EXAMPLE = SHARED | {
@@ -78,21 +82,37 @@ def write_mix(name: str) -> tuple[Path, list[int]]:
 def arms(preset: Preset) -> dict[str, dict[str, Any]]:
     """What is compared, by name, as LLaMA-Factory arguments."""
     method = QUANTIZED if preset.method == "qlora" else {}
-    return {"preset": dict(preset.arguments), "example": EXAMPLE | method, "recipe": RECIPE | method}
+    given = dict(preset.arguments)
+    times = max(1, given["cutoff_len"] // SHORTER)
+    shorter = {"cutoff_len": SHORTER, "per_device_train_batch_size": times * given["per_device_train_batch_size"]}
+    return {
+        "preset": given,
+        "shorter": given | shorter,
+        "kept": given | {"disable_gradient_checkpointing": True, "per_device_train_batch_size": 1},
+        "example": EXAMPLE | method,
+        "recipe": RECIPE | method,
+    }
 
 
-def run_of(preset: Preset, arm: str, mix: str, seconds: float, card: dict[str, Any]) -> Run:
-    """One arm on one mix, under the memory of the preset's card."""
+def run_of(preset: Preset, arm: str, mix: str, seconds: float, card: dict[str, Any]) -> Run | None:
+    """One arm on one mix, under the memory of the preset's card; None if it cannot be made to fit."""
     name = preset.arguments["model_name_or_path"]
     folder = measure_runs.write_model(name.rpartition("/")[2], qwen3_shapes.config(name))
     given = arms(preset)[arm] | REPLACED
     given |= {"model_name_or_path": str(folder), "dataset": "rows", "dataset_dir": str(ROOT / "data" / f"mix_{mix}")}
     given |= {"output_dir": str(ROOT / "out" / f"{preset.name}.{arm}.{mix}"), "save_strategy": "no", "max_steps": 1000}
+    if arm == "kept":
+        lengths = (length for length in (4096, 3072, 2048, 1536, 1024) if length <= given["cutoff_len"])
+        fitting = (length for length in lengths if _fits(given | {"cutoff_len": length}, preset, card))
+        length = next(fitting, None)
+        if length is None:
+            return None
+        given |= {"cutoff_len": length}
     # Nothing is longer than this, so with batches that are not packed no more memory is taken.
     longest = given if given.get("neat_packing") else given | {"cutoff_len": min(given["cutoff_len"], MIXES[mix][1])}
     peak = predicted(longest, preset, card)
-    changed = ""
-    if (peak or 0) + 0.1 * GIB > preset.usable_bytes and arm != "preset":
+    changed = f"packs of {given['cutoff_len']}" if arm == "kept" else ""
+    if arm in ("example", "recipe") and not _fits(longest, preset, card):
         changed = "enable_liger_kernel"
         given |= {"enable_liger_kernel": True}
         peak = predicted(longest | {"enable_liger_kernel": True}, preset, card)
@@ -105,6 +125,10 @@ def run_of(preset: Preset, arm: str, mix: str, seconds: float, card: dict[str, A
         counts=True,
         row={"preset": preset.name, "arm": arm, "mix": mix, "changed": changed, "model": name},
     )
+
+
+def _fits(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> bool:
+    return (predicted(given, preset, card) or 0) + 0.2 * GIB < preset.usable_bytes
 
 
 def completed(run: Run, row: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:
@@ -140,7 +164,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
         lines.append(
             f"{head}{row['samples_per_second']:10.1f}{row['tokens_per_second']:10,.0f}{row['padding']:9.0%}{mfu:>7}"
-            f"{row['peak_gib']:10.2f}{times:>11}  {row['changed'] and '+ ' + row['changed']}"
+            f"{row['peak_gib']:10.2f}{times:>11}  {row['changed']}"
         )
     return "\n".join(lines)
 
@@ -150,7 +174,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("presets", nargs="*", metavar="PRESET", help="by default every tier's lora and qlora")
     parser.add_argument("--mix", action="append", choices=list(MIXES), help="by default both")
-    parser.add_argument("--arm", action="append", choices=["preset", "example", "recipe"], help="by default all")
+    parser.add_argument("--arm", action="append", choices=ARMS, help="by default preset, example and recipe")
     parser.add_argument("--seconds", type=float, default=8, help="how long to measure each, after its first step")
     parser.add_argument("--jobs", type=int, default=3, help="how many load at a time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
@@ -169,12 +193,13 @@ def main() -> int:
         lengths = write_mix(mix)[1]
         said = f"{mix}: {len(lengths)} samples, mean {statistics.mean(lengths):.0f} and at most {max(lengths)} words"
         print(f"{said}, and 9 tokens of the template each", file=sys.stderr)
-    runs = [
+    made = [
         run_of(preset, arm, mix, options.seconds, card)
         for mix in mixes
         for preset in chosen
         for arm in options.arm or ["preset", "example", "recipe"]
     ]
+    runs = [run for run in made if run is not None]
     rows: list[dict[str, Any]] = []
 
     def done(run: Run, row: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -18,8 +17,10 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import measure_ranks
 import measure_runs
 from measure_runs import GIB, ROOT
 
@@ -138,10 +139,20 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
     turn = _Turn(run.timed and rank == 0)
     counted = _count(packed=bool(run.arguments.get("neat_packing"))) if run.counts else ()
 
+    marks: list[int] = []
+    reset = torch.cuda.reset_peak_memory_stats
+
+    def reset_noting_peak(*args: Any) -> None:
+        marks.append(torch.cuda.max_memory_allocated())
+        reset(*args)
+
+    torch.cuda.reset_peak_memory_stats = reset_noting_peak  # DeepSpeed resets it while it prepares
+
     def peak() -> float:
         torch.cuda.synchronize()
-        value = torch.cuda.max_memory_allocated() / GIB
-        torch.cuda.reset_peak_memory_stats()
+        value = max([*marks, torch.cuda.max_memory_allocated()]) / GIB
+        reset()
+        marks.clear()
         return round(value, 4)
 
     class Watch(TrainerCallback):  # type: ignore[misc]
@@ -156,6 +167,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             result.setdefault("step_peaks_gib", []).append(peak())
+            result["host_gib"] = max(result.get("host_gib", 0.0), _own_memory_gib())
             now = time.perf_counter()
             result.setdefault("step_seconds", []).append(round(now - self.last, 4))
             result.setdefault("counted", []).append([int(number) for number in counted])
@@ -187,19 +199,19 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
     except BaseException as error:  # whatever it was, it is this run's result
         result |= {"ok": False, "fault": "".join(traceback.format_exception(error))[-1500:]}
     result["reserved_gib"] = round(torch.cuda.max_memory_reserved() / GIB, 4)
-    result["host_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
     return result
 
 
+def _own_memory_gib() -> float:
+    """Main memory of this process without mapped files, page-locked memory included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return round(sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem"))) / 2**20, 2)
+
+
 def _environment(run: Run, rank: int, port: int) -> dict[str, str]:
-    """What torchrun would set. Processes on one GPU claim hosts of their own, as NCCL refuses them otherwise."""
     if run.num_gpus == 1 and "deepspeed" not in run.arguments:
         return {"MASTER_PORT": str(port)}
-    local = 0 if run.one_gpu else rank
-    ranks = {"RANK": rank, "WORLD_SIZE": run.num_gpus, "LOCAL_RANK": local, "MASTER_PORT": port}
-    ranks |= {"LOCAL_WORLD_SIZE": 1 if run.one_gpu else run.num_gpus, "MASTER_ADDR": "127.0.0.1"}
-    hosts = {"NCCL_HOSTID": f"host{rank}"} if run.one_gpu and run.num_gpus > 1 else {}
-    return {name: str(value) for name, value in ranks.items()} | hosts
+    return measure_ranks.environment(rank, run.num_gpus, port, one_gpu=run.one_gpu)
 
 
 def _fork(run: Run, rank: int, port: int) -> int:
@@ -284,8 +296,10 @@ def run_all(
     return []
 
 
-def prepare() -> None:
-    """Sets the environment and imports what takes long, once for all runs."""
+def prepare(*, deepspeed: bool = False) -> None:
+    """Sets the environment and imports or builds what takes long, once for all runs."""
     ROOT.mkdir(parents=True, exist_ok=True)
     os.environ.update(ENVIRONMENT)
+    if deepspeed:
+        measure_ranks.build_cpu_adam()
     measure_runs._import_all_but_llamafactory()

@@ -27,12 +27,31 @@ KEPT = (
 
 
 def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """The record with the runs of a file that got through; the last one of each preset counts."""
+    """The record with the runs of a file that got through; the last one of each preset counts.
+
+    A run that was not timed leaves the speed that another one of the same settings had. What ran with other settings
+    than the preset has now is left out.
+    """
     for line in file.read_text(encoding="utf-8").splitlines():
         row = json.loads(line)
-        if row["ok"] and row["tokens_per_second"]:
-            record[row["name"]] = {key: row[key] for key in KEPT}
+        preset = ROOT / f"presets/{row['name']}.yaml"
+        given = yaml.safe_load(preset.read_text(encoding="utf-8")) if preset.exists() else None
+        if row["ok"] and given is not None and not is_of(row, given):
+            print(f"{row['name']}: ran with other settings, left out", file=sys.stderr)
+        elif row["ok"] and given is not None:
+            before = record.get(row["name"], {})
+            kept = {key: row[key] for key in KEPT}
+            if kept["tokens_per_second"] is None and before.get("tokens_per_step") == kept["tokens_per_step"]:
+                kept["tokens_per_second"] = before["tokens_per_second"]
+            record[row["name"]] = kept
     return dict(sorted(record.items()))
+
+
+def is_of(row: dict[str, Any], given: dict[str, Any]) -> bool:
+    """Whether a run had the batch of a preset; a shorter accumulation is enough, as long as gradients were kept."""
+    steps = given["gradient_accumulation_steps"]
+    whole = tokens_per_step(given, row["num_gpus"]) // steps * row["accumulation"]
+    return bool(row["tokens_per_step"] == whole and min(2, steps) <= row["accumulation"] <= steps)
 
 
 def measured_line(name: str, record: dict[str, Any]) -> str:
@@ -42,9 +61,10 @@ def measured_line(name: str, record: dict[str, Any]) -> str:
         return "# Measured: not yet."
     shared = ", two processes on one" if row["one_gpu"] and row["num_gpus"] > 1 else ""
     each = " on each GPU" if row["num_gpus"] > 1 else ""
+    speed = f"; {row['tokens_per_second']:,} tokens a second" if row["tokens_per_second"] else ""
     return (
-        f"# Measured: {row['peak_gib']:.2f} GiB{each} of the {row['cap_gib']:.1f} that the smallest such card offers; "
-        f"{row['tokens_per_second']:,} tokens a second ({row['gpu']} under that cap{shared})."
+        f"# Measured: {row['peak_gib']:.2f} GiB{each} of the {row['cap_gib']:.1f} that the smallest such card offers"
+        f"{speed} ({row['gpu']} under that cap{shared})."
     )
 
 
@@ -64,7 +84,7 @@ def table(record: dict[str, Any]) -> str:
         given = yaml.safe_load(file.read_text(encoding="utf-8"))
         row = record.get(file.stem)
         peak = f"{row['peak_gib']:.2f} of {row['cap_gib']:.1f}" if row else "not yet"
-        speed = f"{row['tokens_per_second']:,}" if row else ""
+        speed = f"{row['tokens_per_second']:,}" if row and row["tokens_per_second"] else ""
         model = given["model_name_or_path"].rpartition("/")[2]
         step = f"{given['cutoff_len']:,}, {tokens_per_step(given, _gpus(file)):,}"
         lines.append(f"| `presets/{file.name}` | {model} | {step} | {peak} | {speed} |")

@@ -79,6 +79,7 @@ def test_the_record_holds_presets_within_their_memory_and_their_prediction() -> 
         if row is not None:
             assert row["cap_gib"] == round(preset.usable_bytes / 2**30, 2)
             assert row["peak_gib"] < row["cap_gib"]
+            assert figures.is_of(row, preset.arguments), "measured with other settings"
             if row["predicted_gib"] is not None:
                 assert abs(row["predicted_gib"] / row["peak_gib"] - 1) < 0.02
             unused = row["peak_gib"] < 0.8 * row["cap_gib"]
@@ -91,8 +92,10 @@ def test_results_become_figures_everywhere(tmp_path: Path, monkeypatch: pytest.M
     preset.write_bytes((ROOT / "presets/24gb_lora.yaml").read_bytes())
     (tmp_path / "README.md").write_text("\n".join(figures.MARKS), encoding="utf-8")
     good = dict.fromkeys(figures.KEPT, 1) | {"name": "24gb_lora", "ok": True, "gpu": "card", "one_gpu": False}
-    good |= {"peak_gib": 20.5, "cap_gib": 21.5, "tokens_per_second": 12345}
+    good |= {"peak_gib": 20.5, "cap_gib": 21.5, "tokens_per_second": 12345, "tokens_per_step": 16384}
+    good["accumulation"] = 2
     rows = [good | {"peak_gib": 3.0}, good, good | {"name": "24gb_full", "ok": False}]
+    rows.append(good | {"peak_gib": 4.0, "tokens_per_step": 4096})  # another batch than the preset's
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     for name, path in {
         "ROOT": tmp_path,

@@ -29,12 +29,12 @@ class Measured:
 
     Attributes:
         peak_bytes: `torch.cuda.max_memory_allocated` on the fullest GPU.
-        tokens_per_second: Of all GPUs together.
+        tokens_per_second: Of all GPUs together, or None where only memory was measured.
         gpu: The card that it ran on.
     """
 
     peak_bytes: int
-    tokens_per_second: int
+    tokens_per_second: int | None
     gpu: str
 
 
