@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -12,6 +13,7 @@ from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
+from llamafactory_preflight.memory.expert_list import NUM_BACK, NUM_FRONT, ExpertList
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
@@ -231,7 +233,9 @@ class Builder:
             )
             for name, n in parameters.layer_norms(self.shape).items()
         }
-        experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))
+        trained = trained and parameters.trains(self.run, self.shape, "experts")
+        listed = self.shape.moe is not None and not self.shape.moe.stacked
+        experts = self._expert_list(linears, trained=trained) if listed else self._experts(trained=trained)
         return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
 
     def _norm(self, name: str, numel: int, *, trained: bool) -> Weight:
@@ -254,6 +258,22 @@ class Builder:
             intermediate_size=moe.intermediate_size,
             liger=self.kernels.liger,
             tunes=self.first_step,
+        )
+
+    def _expert_list(self, linears: Mapping[str, Linear], *, trained: bool) -> ExpertList:
+        moe = self.shape.moe
+        assert moe is not None
+        shapes = parameters.expert_linears(self.shape).items()
+        return ExpertList(
+            router=linears["gate"],
+            mlps=[
+                {name: self._linear(name, linear, trained=trained) for name, linear in shapes}
+                for _ in range(min(NUM_FRONT + NUM_BACK, moe.num_experts))
+            ],
+            num_experts=moe.num_experts,
+            per_token=moe.num_experts_per_token,
+            liger=self.kernels.liger,
+            others=self.leaf(),
         )
 
     def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
