@@ -13,7 +13,7 @@ from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
-from llamafactory_preflight.memory.expert_list import NUM_BACK, NUM_FRONT, ExpertList
+from llamafactory_preflight.memory.expert_list import NUM_RUN, ExpertList
 from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
@@ -268,7 +268,7 @@ class Builder:
             router=linears["gate"],
             mlps=[
                 {name: self._linear(name, linear, trained=trained) for name, linear in shapes}
-                for _ in range(min(NUM_FRONT + NUM_BACK, moe.num_experts))
+                for _ in range(min(NUM_RUN, moe.num_experts))
             ],
             num_experts=moe.num_experts,
             per_token=moe.num_experts_per_token,

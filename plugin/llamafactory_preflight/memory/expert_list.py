@@ -1,8 +1,8 @@
 """A sparse layer on paper, as transformers 4 runs it: a loop over a list of MLPs, each with the tokens sent to it.
 
-Source: Qwen3MoeSparseMoeBlock.forward of transformers/models/qwen3_moe/modeling_qwen3_moe.py (4.55 to 4.57). Four
-experts are run, the rest is booked: two at the front, whose second shows what one leaves behind, and two at the back,
-whose backward runs first, while all others still hold what they saved.
+Source: Qwen3MoeSparseMoeBlock.forward of transformers/models/qwen3_moe/modeling_qwen3_moe.py (4.55 to 4.57). The
+first expert and the last two are run, those between are booked. The backward of the last two runs first, while all
+others still hold what they saved; the second of it adds to the gradient of the hidden states that the first one made.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import softmax
 from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
-from llamafactory_preflight.memory.growth import Growth, book
+from llamafactory_preflight.memory.growth import Growth, Shelf
 from llamafactory_preflight.memory.mlp import gated_mlp
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor
 
 
-NUM_FRONT, NUM_BACK = 2, 2
+NUM_RUN = 3
 INDEX_COLUMNS = 2
 """What torch.where returns for a token of an expert: its row, and which of its choices the expert is."""
 
@@ -54,16 +54,20 @@ class ExpertList:
         one_hot = ops.empty(choices.numel * self.num_experts, INT64)
         number = min(self.num_experts, choices.numel)
         rows = -(-choices.numel // number)
-        growth = Growth(ops)
-        for index, mlp in enumerate(self.mlps[:number]):
-            if index == NUM_FRONT:
-                out = self._book_others(ops, out, growth, max(number - len(self.mlps), 0))
+        # Without a backward no position matters, and one expert behind the first shows what an expert leaves.
+        mlps = self.mlps[: number if ops.grad_enabled else 2]
+        others, shelf = number - len(mlps), Shelf(ops.ledger)
+        for index, mlp in enumerate(mlps):
             growth = Growth(ops)
             chosen = self._find(ops, choices, rows)
             state = self._index(ops, hidden, chosen, rows * width)
             result = self._weigh(ops, gated_mlp(ops, mlp, state, liger=self.liger), scores, chosen)
             result = ops.cast(result, hidden.dtype)
             out = self._add(ops, out, result, chosen)
+            if index == 0:
+                out = self._make_room(ops, out, shelf, others)
+            elif index == 1:
+                shelf.held = growth.book(others)
         del logits, one_hot
         return out
 
@@ -120,9 +124,8 @@ class ExpertList:
 
         return ops.link(out.detach(), (out, x), (index.storage, x.storage), backward)
 
-    def _book_others(self, ops: Ops, out: Tensor, growth: Growth, number: int) -> Tensor:
-        """Books what `number` experts leave behind like the last one that ran, and their gradients in the backward."""
-        left, cached = book(ops, growth.per_part(), number)
+    def _make_room(self, ops: Ops, out: Tensor, shelf: Shelf, number: int) -> Tensor:
+        """Stands for `number` experts behind the first: they free what is put on the shelf and make their gradients."""
         size = number * sum(ops.ledger.block(w.nbytes) for linear in self.mlps[0].values() for w in linear.trained())
 
         def make_gradients(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
@@ -131,6 +134,4 @@ class ExpertList:
             return (grad,)
 
         out = ops.link(out.detach(), (out,), (), make_gradients)
-        # Never without anything saved: checkpointing pairs functions that save with those of the recomputation.
-        saved = (*left, *cached, ops.storage(0))
-        return ops.link(out.detach(), (out,), saved, lambda grad, saved: (grad,))
+        return ops.link(out.detach(), (out,), (shelf,), lambda grad, saved: (grad,))

@@ -131,7 +131,8 @@ def embedding_numel(shape: ModelShape) -> int:
 def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShape]:
     """The linear modules of a layer or an expert that get an adapter.
 
-    `all` is what LLaMA-Factory's find_all_linear_modules finds: the router too, where it is one. LLaMA-Factory reads `lora_target` for OFT too (model/adapter.py).
+    `all` is what LLaMA-Factory's find_all_linear_modules finds: the router too, where it is one. It reads
+    `lora_target` for OFT as well (model/adapter.py).
 
     Raises:
         Unmodelled: A name is given as a regular expression or lies outside of the decoder layers.

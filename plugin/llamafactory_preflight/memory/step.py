@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import checkpointing, loss
 from llamafactory_preflight.memory.decoder import DecoderLayer
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.growth import Growth, book
+from llamafactory_preflight.memory.growth import Growth
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
@@ -166,9 +166,7 @@ class _Block:
         missing = self.segment.count - 1
         if not missing:
             return x
-        self.left, cached = book(self.ops, self.growth.per_part(), missing)
-        if self.kind == "off":
-            self.left += cached
+        self.left = self.growth.book(missing, cached_too=self.kind == "off")
         return self.ops.link(x.detach(), (x,), (), self._to_gradients)
 
     def _to_gradients(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
