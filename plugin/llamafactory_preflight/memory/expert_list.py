@@ -125,7 +125,7 @@ class ExpertList:
         return ops.link(out.detach(), (out, x), (index.storage, x.storage), backward)
 
     def _make_room(self, ops: Ops, out: Tensor, shelf: Shelf, number: int) -> Tensor:
-        """Stands for `number` experts behind the first: they free what is put on the shelf and make their gradients."""
+        """`number` experts behind the first: they free what is put on the shelf and make their gradients."""
         size = number * sum(ops.ledger.block(w.nbytes) for linear in self.mlps[0].values() for w in linear.trained())
 
         def make_gradients(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
