@@ -5,9 +5,10 @@ usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadlin
 CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name,
 "args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve meanwhile,
 "host_gib": the same of main memory, "ranks": processes that train together, "save": whether the model is saved}.
-Weights are sparse files of zeros in the real shapes: memory does not depend on values. Every sample is cut to exactly
-`cutoff_len` tokens. Each case is a process of its own, forked from one that has imported what takes long, several side
-by side within the card's memory. Ranks are fresh processes (measure_ranks.py), one a GPU or all on one.
+Weights are sparse files of zeros in the real shapes: memory does not depend on values, but for the router's, which are
+random and spread tokens over the experts. Every sample is cut to exactly `cutoff_len` tokens. Each case is a process
+of its own, forked from one that has imported what takes long, several side by side within the card's memory. Ranks are
+fresh processes (measure_ranks.py), one a GPU or all on one.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import shutil
 import struct
@@ -42,6 +44,9 @@ ENVIRONMENT = {
 GIB = 2**30
 ROOT = Path(os.environ.get("MEASURE_ROOT", Path(tempfile.gettempdir()) / "measure"))
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system", "user", "assistant", "story"]
+STORY = [f"word{index}" for index in range(500)]
+ROUTING = ("embed_tokens.weight", "post_attention_layernorm.weight", "mlp.gate.weight")
+"""What decides which experts a token is sent to; zeros would send every token to the same ones."""
 DEFAULTS: dict[str, Any] = {
     "stage": "sft", "do_train": True, "finetuning_type": "lora", "lora_target": "all", "template": "qwen3_nothink",
     "cutoff_len": 2048, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_steps": 4,
@@ -78,15 +83,29 @@ def write_model(name: str, config: dict[str, Any]) -> Path:
         file.write(struct.pack("<Q", len(blob)))
         file.write(blob)
         file.truncate(8 + len(blob) + offset)
+        if "num_experts" in config:
+            for key in filter(lambda key: key.endswith(ROUTING), header):
+                file.seek(8 + len(blob) + header[key]["data_offsets"][0])
+                file.write(_random_rows(header[key]["shape"], seed=header[key]["data_offsets"][0]))
     _write_tokenizer(folder)
     return folder
+
+
+def _random_rows(shape: list[int], *, seed: int) -> bytes:
+    """Bfloat16 numbers for a vector, or for as many rows of a matrix as the tokenizer has words."""
+    import torch
+
+    size = [min(shape[0], len(WORDS + STORY)), *shape[1:]] if len(shape) > 1 else shape
+    values = torch.randn(size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return values.view(torch.uint8).numpy().tobytes()
 
 
 def _write_tokenizer(folder: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    numbered = {word: index for index, word in enumerate(WORDS + STORY)}
+    tokenizer = Tokenizer(models.WordLevel(numbered, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>"
@@ -98,7 +117,7 @@ def write_data(stage: str, cutoff: int) -> tuple[Path, str]:
     """A dataset whose every sample is longer than the cutoff, in the format of a stage."""
     folder = ROOT / "data" / f"{stage}_{cutoff}"
     folder.mkdir(parents=True, exist_ok=True)
-    text = "story " * (cutoff + 64)
+    text = " ".join(random.Random(cutoff).choices(STORY, k=cutoff + 64))
     rows: list[dict[str, Any]]
     info: dict[str, Any] = {"file_name": "rows.json"}
     if stage == "pt":

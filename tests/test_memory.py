@@ -25,6 +25,7 @@ from llamafactory_preflight.software import Software
 
 MIB = 2**20
 SOFTWARE = Software(torch="2.11.0", transformers="5.6.0", peft="0.18.1")
+SOFTWARE_4 = replace(SOFTWARE, transformers="4.57.1")
 QWEN3: dict[str, Any] = {
     "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
@@ -342,10 +343,25 @@ def test_a_path_without_formula_is_named(name: str) -> None:
         estimate(replace(RUN, **changes), shape(config), software=SOFTWARE)
 
 
-def test_experts_of_transformers_4_are_refused() -> None:
+@pytest.mark.parametrize(
+    ("changes", "config"),
+    [
+        ({"finetuning_type": "freeze"}, MOE),
+        ({"finetuning_type": "freeze", "freeze_trainable_modules": ("self_attn", "up_proj")}, MOE),
+        ({"use_dora": True}, MOE),
+        ({}, VISION | {"model_type": "qwen3_vl_moe", "text_config": MOE}),
+    ],
+)
+def test_what_transformers_4_does_with_experts_is_refused_where_it_has_no_formula(
+    changes: dict[str, Any], config: dict[str, Any]
+) -> None:
     with pytest.raises(Unmodelled):
-        estimate(RUN, shape(MOE), software=replace(SOFTWARE, transformers="4.57.1"))
-    assert peak(RUN, shape(MOE)) > 0
+        estimate(replace(RUN, **changes), shape(config), software=SOFTWARE_4)
+
+
+def test_the_layout_of_experts_is_unknown_without_transformers() -> None:
+    with pytest.raises(Unmodelled, match="Which transformers"):
+        estimate(RUN, shape(MOE), software=replace(SOFTWARE, transformers=None))
 
 
 def test_another_engine_is_refused() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.software import Software
 from llamafactory_preflight.vision_shape import VISION_SHAPES, VisionShape
 
 
@@ -59,11 +60,19 @@ _DEFAULTS = {"gemma3": _GEMMA3, "gemma3_text": _GEMMA3}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MoeShape:
-    """Expert layers of a mixture-of-experts decoder."""
+    """Expert layers of a mixture-of-experts decoder.
+
+    Attributes:
+        num_experts: Experts of a layer.
+        num_experts_per_token: Those that a token is sent to.
+        intermediate_size: Width of one expert.
+        stacked: A layer keeps its experts in two stacked tensors (transformers 5), not in a list of MLPs.
+    """
 
     num_experts: int
     num_experts_per_token: int
     intermediate_size: int
+    stacked: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +111,12 @@ class ModelShape:
     def key_size(self) -> int:
         """Features of all key (or value) heads."""
         return self.num_key_value_heads * self.head_dim
+
+    def under(self, software: Software) -> ModelShape:
+        """The model as the installed transformers builds it."""
+        if self.moe is None or software.at_least("transformers", 5):
+            return self
+        return replace(self, moe=replace(self.moe, stacked=False))
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> ModelShape:

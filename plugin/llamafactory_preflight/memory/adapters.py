@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes, norms
@@ -50,6 +51,11 @@ class Linear:
     quantization: Quantization | None = None
     lora: Lora | None = None
     oft: Oft | None = None
+
+    def trained(self) -> Iterator[Weight]:
+        """The weights that get a gradient."""
+        adapter = (self.lora.a, self.lora.b, self.lora.magnitude) if self.lora is not None else ()
+        yield from (weight for weight in (self.weight, *adapter) if weight is not None and weight.node is not None)
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """Runs the layer on a batch of rows."""

@@ -6,13 +6,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
-from llamafactory_preflight.memory import dtypes, parameters, statics
+from llamafactory_preflight.memory import build_experts, dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
-from llamafactory_preflight.memory.experts import Experts
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
@@ -222,7 +221,7 @@ class Builder:
     def layer(self, inputs: Inputs, *, trained: bool) -> DecoderLayer:
         """A decoder layer; `trained` is whether its own parameters are (full and freeze tuning)."""
         linears = {
-            name: self._linear(name, linear, trained=trained and parameters.trains(self.run, self.shape, name))
+            name: self.linear(name, linear, trained=trained and parameters.trains(self.run, self.shape, name))
             for name, linear in parameters.layer_linears(self.shape).items()
         }
         norms = {
@@ -231,7 +230,8 @@ class Builder:
             )
             for name, n in parameters.layer_norms(self.shape).items()
         }
-        experts = self._experts(trained=trained and parameters.trains(self.run, self.shape, "experts"))
+        trains_experts = trained and parameters.trains(self.run, self.shape, "experts")
+        experts = build_experts.experts(self, router=linears.get("gate"), trained=trains_experts)
         return DecoderLayer(linears=linears, experts=experts, norms=norms, kernels=self.kernels, inputs=inputs)
 
     def _norm(self, name: str, numel: int, *, trained: bool) -> Weight:
@@ -240,23 +240,8 @@ class Builder:
             return Weight(numel, FLOAT32, self.booked)
         return self.weight(name, numel, trained=trained)
 
-    def _experts(self, *, trained: bool) -> Experts | None:
-        moe, hidden = self.shape.moe, self.shape.hidden_size
-        if moe is None:
-            return None
-        router, gate_up, down = parameters.expert_tensors(self.shape)
-        return Experts(
-            router=self.weight("router", router, trained=trained, width=hidden),
-            gate_up=self.weight("gate_up", gate_up, trained=trained, width=hidden),
-            down=self.weight("down", down, trained=trained, width=moe.intermediate_size),
-            num_experts=moe.num_experts,
-            per_token=moe.num_experts_per_token,
-            intermediate_size=moe.intermediate_size,
-            liger=self.kernels.liger,
-            tunes=self.first_step,
-        )
-
-    def _linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
+    def linear(self, name: str, linear: parameters.LinearShape, *, trained: bool) -> Linear:
+        """A linear layer, quantized and with an adapter where the run wants it so."""
         weight = self.weight(name, linear.numel, trained=trained, width=linear.in_features)
         lora, oft = self.run.finetuning_type == "lora", self.run.finetuning_type == "oft"
         return Linear(

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import attention, norms
 from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import AttentionCall
+from llamafactory_preflight.memory.expert_list import ExpertList
 from llamafactory_preflight.memory.experts import Experts
+from llamafactory_preflight.memory.mlp import gated_mlp
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Tensor
 
@@ -41,7 +43,7 @@ class DecoderLayer:
     """Pre-norm attention and a gated MLP; `sandwich` adds Gemma's norms behind both."""
 
     linears: Mapping[str, Linear]
-    experts: Experts | None
+    experts: Experts | ExpertList | None
     norms: Mapping[str, Weight]
     kernels: Kernels
     inputs: Inputs
@@ -115,11 +117,4 @@ class DecoderLayer:
     def _mlp(self, ops: Ops, hidden: Tensor) -> Tensor:
         if self.experts is not None:
             return self.experts(ops, hidden)
-        return self.linears["down_proj"](ops, self._gated(ops, hidden))
-
-    def _gated(self, ops: Ops, hidden: Tensor) -> Tensor:
-        gate = self.linears["gate_proj"](ops, hidden)
-        if self.kernels.liger:
-            return norms.liger_silu_mul(ops, gate, self.linears["up_proj"](ops, hidden))
-        gate = ops.unary(gate)
-        return ops.mul(gate, self.linears["up_proj"](ops, hidden))
+        return gated_mlp(ops, self.linears, hidden, liger=self.kernels.liger)

@@ -39,6 +39,7 @@ def estimate(
         Unmodelled: The run takes a path that no formula here covers.
     """
     refuse(run, shape, software)
+    shape = shape.under(software)
     card, ranks = card or Card(), ranks or Ranks()
     if run.deepspeed is not None:
         return sharded.estimate(run, shape, software, card, length, ranks)

@@ -91,7 +91,7 @@ class Estimator:
         From the second step on optimizer states exist; the first is higher only where it tunes kernels.
         """
         steady = self._micro_step(first=False)
-        tunes = self.shape.moe is not None and self.run.enable_liger_kernel
+        tunes = self.shape.moe is not None and self.shape.moe.stacked and self.run.enable_liger_kernel
         return max(steady, self._micro_step(first=True), key=lambda peak: peak[0]) if tunes else steady
 
     def _micro_step(self, *, first: bool) -> tuple[int, dict[str, int]]:

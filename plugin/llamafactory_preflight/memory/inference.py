@@ -51,6 +51,7 @@ def inference_estimate(
     """
     if run.infer_backend not in ("huggingface", "hf"):
         raise Unmodelled(f"{run.infer_backend} takes the share of the card that it is told to")
+    shape = shape.under(software)
     run = replace(
         run, stage="sft", bf16=False, fp16=False, pure_bf16=False, gradient_accumulation_steps=1, packing=False,
         neat_packing=False, per_device_train_batch_size=1, disable_gradient_checkpointing=True,

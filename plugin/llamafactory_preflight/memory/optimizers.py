@@ -13,6 +13,7 @@ from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
 
+STEP_BYTES = 4
 MIN_8BIT_NUMEL = 4096
 """bitsandbytes keeps the states of smaller tensors in float32."""
 MIN_PAGED_NUMEL = 100_000
@@ -97,8 +98,9 @@ def optimizer_memory(
     itemsize = dtypes.size(trained)
     if name in TORCH_ADAMW:
         one = tensor_bytes(groups, itemsize, block)
-        foreach = name != "adamw_torch_fused"  # the foreach kernel writes out the square roots of all second moments
-        return OptimizerMemory(states=2 * one, step=one if foreach else 0)
+        if name == "adamw_torch_fused":  # counts the steps of every tensor on the card
+            return OptimizerMemory(states=2 * one + sum(group.count for group in groups) * block(STEP_BYTES), step=0)
+        return OptimizerMemory(states=2 * one, step=one)  # foreach writes out the roots of all second moments
     if name == "sgd":
         return OptimizerMemory(states=0, step=0)
     if name == "adafactor":

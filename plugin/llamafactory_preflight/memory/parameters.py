@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
@@ -28,7 +29,11 @@ class LinearShape:
 
 
 def layer_linears(shape: ModelShape) -> dict[str, LinearShape]:
-    """The linear modules of one decoder layer, in module order; experts of a sparse layer are not among them."""
+    """The linear modules of one decoder layer, in module order.
+
+    The experts of a sparse layer are not among them, and neither is the router where transformers 5 makes it no module
+    of that kind.
+    """
     hidden, query, key, width = shape.hidden_size, shape.query_size, shape.key_size, shape.intermediate_size
     linears = {
         "q_proj": LinearShape(in_features=hidden, out_features=query, bias=shape.qkv_bias),
@@ -42,7 +47,32 @@ def layer_linears(shape: ModelShape) -> dict[str, LinearShape]:
             "up_proj": LinearShape(in_features=hidden, out_features=width, bias=shape.mlp_bias),
             "down_proj": LinearShape(in_features=width, out_features=hidden, bias=shape.mlp_bias),
         }
+    elif not shape.moe.stacked:
+        linears |= {"gate": LinearShape(in_features=hidden, out_features=shape.moe.num_experts)}
     return linears
+
+
+def expert_linears(shape: ModelShape) -> dict[str, LinearShape]:
+    """The linear modules of one expert, where transformers 4 lists the experts of a layer."""
+    if shape.moe is None or shape.moe.stacked:
+        return {}
+    hidden, width = shape.hidden_size, shape.moe.intermediate_size
+    return {
+        "gate_proj": LinearShape(in_features=hidden, out_features=width),
+        "up_proj": LinearShape(in_features=hidden, out_features=width),
+        "down_proj": LinearShape(in_features=width, out_features=hidden),
+    }
+
+
+def every_linear(shape: ModelShape) -> Iterator[tuple[LinearShape, int]]:
+    """The linear modules of a layer, each with how many a layer has of it."""
+    yield from ((linear, 1) for linear in layer_linears(shape).values())
+    yield from ((linear, copies(shape, name)) for name, linear in expert_linears(shape).items())
+
+
+def copies(shape: ModelShape, name: str) -> int:
+    """How many linear modules of this name a layer has."""
+    return shape.moe.num_experts if shape.moe is not None and name in expert_linears(shape) else 1
 
 
 def layer_norms(shape: ModelShape) -> dict[str, int]:
@@ -74,7 +104,7 @@ def _module(shape: ModelShape, name: str) -> str:
     """The module of transformers' decoder layer that a linear layer or a norm belongs to."""
     if name in (*ATTENTION_LINEARS, "q_norm", "k_norm"):
         return "self_attn"
-    if name in (*MLP_LINEARS, "experts"):
+    if name in (*MLP_LINEARS, "gate", "experts"):
         return "mlp"
     sandwich = shape.family.sandwich_norms
     return {
@@ -86,7 +116,7 @@ def _module(shape: ModelShape, name: str) -> str:
 
 def expert_tensors(shape: ModelShape) -> list[int]:
     """Elements of a sparse layer's router and experts, which transformers 5 keeps in two stacked tensors."""
-    if shape.moe is None:
+    if shape.moe is None or not shape.moe.stacked:
         return []
     moe, hidden = shape.moe, shape.hidden_size
     per_projection = moe.num_experts * moe.intermediate_size * hidden
@@ -99,14 +129,15 @@ def embedding_numel(shape: ModelShape) -> int:
 
 
 def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShape]:
-    """The linear modules of a layer that get an adapter; `all` is what LLaMA-Factory's find_all_linear_modules finds.
+    """The linear modules of a layer or an expert that get an adapter.
 
-    LLaMA-Factory reads `lora_target` for OFT too (model/adapter.py).
+    `all` is what LLaMA-Factory's find_all_linear_modules finds: the router too, where it is one. It reads
+    `lora_target` for OFT as well (model/adapter.py).
 
     Raises:
         Unmodelled: A name is given as a regular expression or lies outside of the decoder layers.
     """
-    linears = layer_linears(shape)
+    linears = layer_linears(shape) | expert_linears(shape)
     names = run.lora_target
     if names == ("all",):
         return linears

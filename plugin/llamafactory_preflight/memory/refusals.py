@@ -7,6 +7,7 @@ from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -51,12 +52,29 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
         yield "A reference model of another name has no formula yet"
     if quantization(run, shape) is not None and run.finetuning_type not in ADAPTERS:
         yield "Quantized weights are not trained themselves, only adapters on them"
-    if shape.moe is not None and not software.at_least("transformers", 5):
-        yield "Mixture-of-experts layers of transformers 4 have no formula yet"
+    if shape.moe is not None and software.transformers is None:
+        yield "Which transformers is installed decides what a mixture of experts takes, and none is"
+    if shape.moe is not None and shape.vision is not None and not software.at_least("transformers", 5):
+        yield "Vision models with experts have no formula under transformers 4 yet"
+    yield from _listed_experts(run, shape.under(software))
     if shape.moe is not None and run.finetuning_type == "oft":
         yield "OFT on a mixture-of-experts model has no formula yet"
     if shape.vision is not None:
         yield from _vision(run)
+
+
+def _listed_experts(run: RunDescription, shape: ModelShape) -> Iterator[str]:
+    """LLaMA-Factory looks for `.46.` within names to train layer 46, and finds the 46th expert of every layer too."""
+    if shape.moe is None or shape.moe.stacked:
+        return
+    in_experts = {"all", *expert_linears(shape)} & set(run.freeze_trainable_modules)
+    if run.finetuning_type == "freeze" and in_experts:
+        yield (
+            "Under transformers 4, freeze tuning also trains the experts of all layers that have a trained layer's "
+            "number, which has no formula yet: name `mlp` and `self_attn` in freeze_trainable_modules"
+        )
+    if run.use_dora and lora_targets(run, shape).keys() & expert_linears(shape).keys():
+        yield "DoRA on a list of experts has no formula yet"
 
 
 def _vision(run: RunDescription) -> Iterator[str]:

@@ -20,6 +20,8 @@ def remarks(run: RunDescription, shape: ModelShape, batch: Batch) -> Iterator[st
         yield f"LLaMA-Factory has no liger kernels for {shape.model_type}: the logits are written out."
     if batch.sequences > 1 and batch.mask == "none" and not run.packing and attention_kernel(run) == "sdpa":
         yield "Samples are taken to be equally long: shorter ones are padded, and their mask takes some more memory."
+    if shape.moe is not None and not shape.moe.stacked:
+        yield "All experts are taken to get equally many tokens; a router that prefers some moves a peak by little."
     if shape.vision is not None:
         yield "This is for text alone: images add their tokens and the vision tower's activations."
     if adds_dummy_image(run, shape.vision):

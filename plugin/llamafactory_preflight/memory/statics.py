@@ -62,13 +62,16 @@ def layer_groups(run: RunDescription, shape: ModelShape, *, count: int) -> list[
             groups.append(Group(numel=numel, count=count, matrix=False, norm=True))
     if parameters.trains(run, shape, "experts"):
         groups += [Group(numel=n, count=count) for n in parameters.expert_tensors(shape)]
+        for name, linear in parameters.expert_linears(shape).items():
+            number = count * parameters.copies(shape, name)
+            groups.append(Group(numel=linear.numel, count=number, width=linear.in_features))
     return groups
 
 
 def adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
     """What LoRA and `additional_target` train."""
     per_layer = layer_adapter_groups(run, shape)
-    groups = [replace(group, count=shape.num_layers) for group in per_layer]
+    groups = [replace(group, count=group.count * shape.num_layers) for group in per_layer]
     return groups + [outer_module(name, shape) for name in run.additional_target]
 
 
@@ -80,11 +83,12 @@ def layer_adapter_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
             count, size = parameters.oft_blocks(run, linear)
             groups.append(Group(numel=count * parameters.oft_angles(size), count=1))
         return groups
-    for linear in parameters.lora_targets(run, shape).values():
-        groups.append(Group(numel=run.lora_rank * linear.in_features, count=1))
-        groups.append(Group(numel=run.lora_rank * linear.out_features, count=1))
+    for name, linear in parameters.lora_targets(run, shape).items():
+        count = parameters.copies(shape, name)
+        groups.append(Group(numel=run.lora_rank * linear.in_features, count=count))
+        groups.append(Group(numel=run.lora_rank * linear.out_features, count=count))
         if run.use_dora:
-            groups.append(Group(numel=linear.out_features, count=1, matrix=False))
+            groups.append(Group(numel=linear.out_features, count=count, matrix=False))
     return groups
 
 
@@ -161,9 +165,9 @@ def base_weight_bytes(
     kind = quantization(run, shape)
     if kind is None:
         return everything * dtypes.size(loaded) + vision
-    linears = parameters.layer_linears(shape).values()
-    unquantized = everything - shape.num_layers * sum(linear.numel for linear in linears)
-    quantized = sum(weight_bytes(kind, linear.numel, linear.out_features, block) for linear in linears)
+    linears = list(parameters.every_linear(shape))
+    unquantized = everything - shape.num_layers * sum(count * linear.numel for linear, count in linears)
+    quantized = sum(count * weight_bytes(kind, linear.numel, linear.out_features, block) for linear, count in linears)
     return unquantized * dtypes.size(loaded) + shape.num_layers * quantized + vision
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.memory import checkpointing, loss
 from llamafactory_preflight.memory.decoder import DecoderLayer
-from llamafactory_preflight.memory.dtypes import FLOAT32, INT8
+from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.growth import Growth
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
@@ -156,28 +157,17 @@ class _Block:
 
     def __init__(self, ops: Ops, checkpointing_kind: str, segment: Segment) -> None:
         self.ops, self.kind, self.segment = ops, checkpointing_kind, segment
-        self.before, self.cached_before = ops.ledger.parts.copy(), self._cached_bytes()
+        self.growth = Growth(ops)
         self.left: list[Storage] = []
         self.gradients: Storage | None = None
 
     def repeat(self, x: Tensor) -> Tensor:
         """Books what the layer left, once more for each layer that is not run."""
-        ops, ledger, missing = self.ops, self.ops.ledger, self.segment.count - 1
+        missing = self.segment.count - 1
         if not missing:
             return x
-        grown = {name: size - self.before[name] for name, size in ledger.parts.items()}
-        cached = self._cached_bytes() - self.cached_before
-        if cached and ops.autocast_cache is not None:
-            block = ops.empty(cached * missing, INT8, "buffers")
-            ops.autocast_cache[block] = block
-            grown["buffers"] -= cached
-            if self.kind == "off":
-                self.left.append(block.storage)
-        self.left += [Storage(ledger, size * missing, name) for name, size in grown.items() if size > 0]
-        return ops.link(x.detach(), (x,), (), self._to_gradients)
-
-    def _cached_bytes(self) -> int:
-        return sum(x.storage.size for x in (self.ops.autocast_cache or {}).values())
+        self.left = self.growth.book(missing, cached_too=self.kind == "off")
+        return self.ops.link(x.detach(), (x,), (), self._to_gradients)
 
     def _to_gradients(self, grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
         self.left.clear()

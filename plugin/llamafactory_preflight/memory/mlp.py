@@ -1,0 +1,23 @@
+"""A gated MLP on paper: that of a dense layer, and each expert of a sparse one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llamafactory_preflight.memory import norms
+from llamafactory_preflight.memory.adapters import Linear
+from llamafactory_preflight.memory.ops import Ops
+from llamafactory_preflight.memory.paper import Tensor
+
+
+def gated_mlp(ops: Ops, linears: Mapping[str, Linear], hidden: Tensor, *, liger: bool) -> Tensor:
+    """down(silu(gate(x)) * up(x)), transformers' or liger's."""
+    return linears["down_proj"](ops, _gated(ops, linears, hidden, liger=liger))
+
+
+def _gated(ops: Ops, linears: Mapping[str, Linear], hidden: Tensor, *, liger: bool) -> Tensor:
+    gate = linears["gate_proj"](ops, hidden)
+    if liger:
+        return norms.liger_silu_mul(ops, gate, linears["up_proj"](ops, hidden))
+    gate = ops.unary(gate)
+    return ops.mul(gate, linears["up_proj"](ops, hidden))
