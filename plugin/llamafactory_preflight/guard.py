@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import allocator, arguments, device, host, memory, preflight, report
+from llamafactory_preflight import allocator, arguments, device, host, launch, memory, preflight, report
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -83,7 +83,7 @@ def _fits_when_short(result: Result) -> bool:
         return False
     card = preflight.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    ranks = preflight.ranks_of(len(result.devices), env=os.environ)
+    ranks = launch.ranks(len(result.devices), env=os.environ)
     estimate = memory.estimate(
         result.run, result.shape, software=result.software, card=card, length=length, ranks=ranks
     )

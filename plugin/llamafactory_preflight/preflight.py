@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from llamafactory_preflight import (
     findings,
     host,
     hub,
+    launch,
     memory,
     model_config,
     paths,
@@ -140,9 +140,13 @@ def examine(
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
-        ranks = memory.Ranks() if on_cpu else ranks_of(len(devices), env=env)
+        ranks = memory.Ranks() if on_cpu else launch.ranks(len(devices), env=env)
+        if is_enabled(env, "ACCELERATE_USE_FSDP"):
+            raise Unmodelled("FSDP from an accelerate configuration has no formula yet")
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
+        if exact and (ranks.world > 1 or run.deepspeed is not None):
+            raise Unmodelled("--exact simulates one process without DeepSpeed; the formula knows several")
         if exact:
             estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
@@ -155,7 +159,9 @@ def examine(
                 estimate = memory.estimate(placed, shape, software=software, card=card, length=length, ranks=ranks)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
-            proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
+            proposed = _remedies(
+                placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks
+            )
         found += findings.disk_for_checkpoints(run, estimate)
         found += findings.host_memory(estimate, host_budget_bytes)
     except Unmodelled as error:
@@ -205,31 +211,35 @@ def card_of(decisive: Device | None, *, num_gpus: int, env: Mapping[str, str]) -
     return card if capability is None else replace(card, compute_capability=capability)
 
 
-def ranks_of(num_gpus: int, *, env: Mapping[str, str]) -> memory.Ranks:
-    """How many processes train together: torchrun tells its own, else one for each GPU on each of `NNODES` machines."""
-    given = {name: env.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "NPROC_PER_NODE", "NNODES")}
-    count = {name: int(value) for name, value in given.items() if value.isdigit() and int(value) > 0}
-    local = count.get("LOCAL_WORLD_SIZE", count.get("NPROC_PER_NODE", max(num_gpus, 1)))
-    return memory.Ranks(world=count.get("WORLD_SIZE", local * count.get("NNODES", 1)), local=local)
-
-
 def _remedies(
     run: RunDescription,
     shape: ModelShape,
     software: Software,
     card: memory.Card,
     decisive: Device,
+    host_budget_bytes: int | None,
     *,
     length: int | None,
     ranks: memory.Ranks,
 ) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain."""
+
+    def predict(changed: RunDescription) -> memory.MemoryEstimate:
+        estimate = memory.estimate(changed, shape, software=software, card=card, length=length, ranks=ranks)
+        shards = changed.deepspeed is not run.deepspeed
+        if shards and host_budget_bytes is not None and estimate.host_bytes > host_budget_bytes:
+            raise Unmodelled("Main memory does not hold what it would move there")
+        return estimate
+
     return remedies.remedies(
         run,
         shape.model_type,
         software=software,
-        predict=partial(memory.estimate, shape=shape, software=software, card=card, length=length, ranks=ranks),
+        predict=predict,
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
+        shards=remedies.deepspeed_files(paths.pack_folder())
+        if ranks.world > 1 and software.deepspeed is not None
+        else (),
     )
 
 

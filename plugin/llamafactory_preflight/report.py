@@ -70,6 +70,7 @@ def as_json(result: Result) -> str:
             "phases": dict(estimate.phases),
             "components": dict(estimate.components),
             "context_bytes": device.context_bytes,
+            "nccl_bytes": estimate.nccl_bytes,
             "low_bytes": low,
             "high_bytes": high,
             "devices": [
@@ -186,7 +187,8 @@ def _table(result: Result) -> list[str]:
         largest = max(estimate.phases, key=lambda phase: estimate.phases[phase])
         if estimate.phases[largest] > peak:
             rows.append(_row(f"{largest} on top", estimate.phases[largest] - peak))
-        rows += [_row("allocator slack", estimate.slack_bytes), _row("CUDA context", device.context_bytes), _rule()]
+        rows += [_row("allocator slack", estimate.slack_bytes), _row("CUDA context", device.context_bytes)]
+        rows += [*([_row("NCCL", estimate.nccl_bytes)] if estimate.nccl_bytes else []), _rule()]
         needed = verdict.needed_bytes(estimate, context_bytes=device.context_bytes)
         low, high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)
         rows.append(_row("needed", needed) + f"  ({gib(low):.2f} to {gib(high):.2f})")
