@@ -1,6 +1,6 @@
 """Counts what two processes with DeepSpeed on the CPU really allocate, and writes tests/recorded_deepspeed.json.
 
-usage: WORLD_SIZE=2 RANK=0 python scripts/record_deepspeed.py & WORLD_SIZE=2 RANK=1 python scripts/record_deepspeed.py
+usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspeed.py & done; wait
 
 The configurations and the model are those of the file; torch.profiler reports every allocation from before the model is
 built. Needs deepspeed and some minutes.
