@@ -198,7 +198,8 @@ def test_adapters_are_counted_in_float32() -> None:
     numel = 28 * 8 * (1024 + 2048)
     found = estimate(run, shape(), software=SOFTWARE)
     assert found.components["adapters"] == found.components["gradients"] == 4 * numel
-    assert found.components["optimizer"] == 8 * numel
+    counters = 28 * 2 * 512  # the fused kernel keeps each tensor's step on the card, and nothing is smaller than 512
+    assert found.components["optimizer"] == 8 * numel + counters
 
 
 def test_logits_take_twelve_bytes_each_without_liger_and_next_to_none_with_it() -> None:

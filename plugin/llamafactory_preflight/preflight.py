@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -146,8 +145,12 @@ def examine(
             model_config.check(model.config, place=model.place, moe=family.moe)
         card, placed = machine.card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
         ranks = memory.Ranks() if on_cpu else machine.ranks_of(len(devices), env=env)
+        if is_enabled(env, "ACCELERATE_USE_FSDP"):
+            raise Unmodelled("FSDP from an accelerate configuration has no formula yet")
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
+        if exact and (ranks.world > 1 or run.deepspeed is not None):
+            raise Unmodelled("--exact simulates one process without DeepSpeed; the formula knows several")
         if exact:
             estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
         else:
@@ -163,7 +166,9 @@ def examine(
             estimate = verdict.widened(estimate)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
-            proposed = _remedies(placed, shape, software, card, decisive, length=length, ranks=ranks)
+            proposed = _remedies(
+                placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks
+            )
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")
@@ -215,17 +220,29 @@ def _remedies(
     software: Software,
     card: memory.Card,
     decisive: Device,
+    host_budget_bytes: int | None,
     *,
     length: int | None,
     ranks: memory.Ranks,
 ) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain."""
+
+    def predict(changed: RunDescription) -> memory.MemoryEstimate:
+        estimate = memory.estimate(changed, shape, software=software, card=card, length=length, ranks=ranks)
+        shards = changed.deepspeed is not run.deepspeed
+        if shards and host_budget_bytes is not None and estimate.host_bytes > host_budget_bytes:
+            raise Unmodelled("Main memory does not hold what it would move there")
+        return estimate
+
     return remedies.remedies(
         run,
         shape.model_type,
         software=software,
-        predict=partial(memory.estimate, shape=shape, software=software, card=card, length=length, ranks=ranks),
+        predict=predict,
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
+        shards=remedies.deepspeed_files(paths.pack_folder())
+        if ranks.world > 1 and software.deepspeed is not None
+        else (),
     )
 
 

@@ -6,8 +6,10 @@ settings or that needs a package which is not installed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
@@ -23,6 +25,21 @@ LIGER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"
 """Those of our families that llamafactory/model/model_utils/liger_kernel.py knows."""
 CUTOFF_STEP = 256
 SHORTEST_CUTOFF = 256
+
+
+class DeepSpeedFile(dict[str, Any]):
+    """A DeepSpeed configuration of ours, which is set by the path that it is found under."""
+
+    def __init__(self, path: str, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.path = path
+
+
+def deepspeed_files(pack: Path | None) -> tuple[DeepSpeedFile, ...]:
+    """The pack's DeepSpeed files as far as they are there, the least costly first."""
+    names = [f"deepspeed_configs/{name}.json" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")]
+    found = [name for name in names if pack is not None and (pack / name).is_file()]
+    return tuple(DeepSpeedFile(name, json.loads((Path(str(pack)) / name).read_text())) for name in found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +72,13 @@ class Change:
 
 
 def remedies(
-    run: RunDescription, model_type: str, *, software: Software, predict: Predict, fits: Fits
+    run: RunDescription,
+    model_type: str,
+    *,
+    software: Software,
+    predict: Predict,
+    fits: Fits,
+    shards: Sequence[DeepSpeedFile] = (),
 ) -> tuple[Remedy, ...]:
     """Finds what makes a run fit.
 
@@ -65,6 +88,7 @@ def remedies(
         software: Installed versions.
         predict: Predicts a changed run.
         fits: Whether a prediction is within the budget for certain.
+        shards: DeepSpeed files that several ranks could use, the least costly first.
 
     Returns:
         What costs nothing, if that suffices; else every single change that suffices with it, the least costly first;
@@ -77,7 +101,7 @@ def remedies(
         if remedy is not None and fits(remedy.estimate):
             return (remedy,)
     single: dict[str, Remedy] = {}
-    for change in changes(replace(run, **base), model_type, software=software):
+    for change in [*changes(replace(run, **base), model_type, software=software), *sharding(run, shards)]:
         key = next(iter(change.set))
         if change.free or key in single:
             continue
@@ -86,7 +110,7 @@ def remedies(
             single[key] = remedy
     if single:
         return tuple(single.values())
-    combined = _combination(run, model_type, software=software, predict=predict, fits=fits)
+    combined = _combination(run, model_type, software=software, predict=predict, fits=fits, shards=shards)
     return () if combined is None else (combined,)
 
 
@@ -111,7 +135,7 @@ def changes(run: RunDescription, model_type: str, *, software: Software) -> Iter
         )
     if not run.use_unsloth_gc and not run.disable_gradient_checkpointing:
         yield Change(set={"use_unsloth_gc": True}, costs="some speed and main memory")
-    if run.finetuning_type in ("full", "freeze") and _plain_adamw(run) and software.bitsandbytes is not None:
+    if run.finetuning_type in ("full", "freeze") and _plain_adamw(run) and software.bitsandbytes and not run.deepspeed:
         yield Change(set={"optim": "paged_adamw_8bit"}, costs="some speed; 8-bit optimizer states in main memory")
     if run.finetuning_type in ("full", "freeze") and run.bf16 and run.deepspeed is None:
         yield Change(set={"bf16": False, "pure_bf16": True}, costs="precision: no float32 master weights")
@@ -124,8 +148,32 @@ def changes(run: RunDescription, model_type: str, *, software: Software) -> Iter
         yield Change(set={"cutoff_len": cutoff}, costs="longer samples are cut off")
 
 
+def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[Change]:
+    """ZeRO for a run on several GPUs that has none, where LLaMA-Factory takes it (its parser and model/adapter.py)."""
+    if run.deepspeed is not None or run.pure_bf16 or not _plain_adamw(run):
+        return
+    third = not (
+        run.predict_with_generate or run.pissa_init or run.quantization_bit or len(run.adapter_name_or_path) > 1
+    )
+    costs = {
+        2: "some speed: optimizer states and gradients are shared",
+        3: "speed: weights are gathered as they are used",
+    }
+    for file in shards:
+        zero = file.get("zero_optimization", {})
+        if zero.get("stage") == 2 or third:
+            offloads = ", and main memory" if "offload_optimizer" in zero else ""
+            yield Change(set={"deepspeed": file}, costs=costs[zero.get("stage")] + offloads)
+
+
 def _combination(
-    run: RunDescription, model_type: str, *, software: Software, predict: Predict, fits: Fits
+    run: RunDescription,
+    model_type: str,
+    *,
+    software: Software,
+    predict: Predict,
+    fits: Fits,
+    shards: Sequence[DeepSpeedFile],
 ) -> Remedy | None:
     """Adds changes in order until the run fits, then takes back each one that it fits without."""
     taken: dict[str, Mapping[str, Any]] = {}
@@ -133,7 +181,7 @@ def _combination(
     remedy = None
     while remedy is None or not fits(remedy.estimate):
         current = replace(run, **_merged(taken.values()))
-        for change in changes(current, model_type, software=software):
+        for change in [*changes(current, model_type, software=software), *sharding(current, shards)]:
             name = next(iter(change.set))
             tried = _tried(run, _merged([*taken.values(), change.set]), change.costs, predict)
             if tried is None or (remedy is not None and not _smaller(tried, remedy)):
@@ -153,7 +201,8 @@ def _combination(
 
 def _tried(run: RunDescription, changed: Mapping[str, Any], costs: str, predict: Predict) -> Remedy | None:
     try:
-        return Remedy(set=changed, costs=costs, estimate=predict(replace(run, **changed)))
+        printed = {key: value.path if isinstance(value, DeepSpeedFile) else value for key, value in changed.items()}
+        return Remedy(set=printed, costs=costs, estimate=predict(replace(run, **changed)))
     except Unmodelled:
         return None
 

@@ -72,6 +72,7 @@ def as_json(result: Result) -> str:
             "phases": dict(estimate.phases),
             "components": dict(estimate.components),
             "context_bytes": device.context_bytes,
+            "nccl_bytes": estimate.nccl_bytes,
             "low_bytes": low,
             "high_bytes": high,
             "devices": [_device(item) for item in result.devices],
@@ -194,6 +195,7 @@ def _table(result: Result) -> list[str]:
         rows += [
             _row("allocator slack", estimate.slack_bytes),
             _row(CONTEXTS[device.kind], device.context_bytes),
+            *([_row("NCCL", estimate.nccl_bytes)] if estimate.nccl_bytes else []),
             _rule(),
         ]
         needed = verdict.needed_bytes(estimate, context_bytes=device.context_bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Protocol
 
 from llamafactory_preflight.memory import build_experts, dtypes, parameters, statics
 from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
@@ -16,7 +15,7 @@ from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
-from llamafactory_preflight.memory.sharding import ENDS, Key
+from llamafactory_preflight.memory.sharding import ENDS, Gradients
 from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -25,16 +24,6 @@ from llamafactory_preflight.run import RunDescription
 ADAPTERS = ("lora", "oft")
 ID_TENSORS = 4
 """Input ids, labels, shifted labels and attention mask, 64 bit each."""
-
-
-class Gradients(Protocol):
-    """What ranks that share gradients do with them."""
-
-    def gradient(self, key: Key) -> Storage | None:
-        """What a parameter has accumulated so far and keeps."""
-
-    def receive(self, key: Key, leaf: Leaf) -> None:
-        """A parameter's gradient came."""
 
 
 class Builder:

@@ -103,5 +103,3 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "A vision model under DeepSpeed has no formula yet"
     if plan.stage == 3 and (shape.moe is not None or quantization(run, shape) is not None):
         yield "Experts or quantized weights under ZeRO-3 have no formula yet"
-    if plan.stage == 0:
-        yield "DeepSpeed without ZeRO (stage 0) has no formula yet"

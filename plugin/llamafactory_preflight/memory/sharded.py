@@ -14,6 +14,7 @@ from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.result import MemoryEstimate
 from llamafactory_preflight.memory.sharding import Ranks
+from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
@@ -204,8 +205,10 @@ class _ShardedEstimator(Estimator):
 
     def _gradients(
         self, ledger: Ledger, rank: int
-    ) -> tuple[PartitionedGradients | ShardedGradients, Coordinator | None]:
+    ) -> tuple[WholeGradients | PartitionedGradients | ShardedGradients, Coordinator | None]:
         world, plan = self.ranks.world, self.plan
+        if plan.stage == 0:
+            return WholeGradients(ledger, self.trained, item=self.item), None
         if plan.stage == 3:
             coordinator = Coordinator(ledger, self.everything, plan, world=world, item=self.item)
             return ShardedGradients(ledger, self.trained, plan, world=world, item=self.item), coordinator

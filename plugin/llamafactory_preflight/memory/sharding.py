@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from llamafactory_preflight.memory import parameters
+from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.parameters import LinearShape
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -45,6 +47,16 @@ class Parameter:
     numel: int
     trained: bool
     decays: bool = True
+
+
+class Gradients(Protocol):
+    """What ranks that share gradients do with them."""
+
+    def gradient(self, key: Key) -> Storage | None:
+        """What a parameter has accumulated so far and keeps."""
+
+    def receive(self, key: Key, leaf: Leaf) -> None:
+        """A parameter's gradient came."""
 
 
 def in_order(run: RunDescription, shape: ModelShape) -> tuple[Parameter, ...]:

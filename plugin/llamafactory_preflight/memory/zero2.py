@@ -1,6 +1,6 @@
 """DeepSpeed's ZeRO-1 and ZeRO-2 on paper: what happens to each gradient as it comes, and the step on a partition.
 
-Source: deepspeed 0.18.4, runtime/zero/stage_1_and_2.py. A gradient that comes is copied into a bucket; a full bucket is
+Source: deepspeed 0.18.4, runtime/zero/stage_1_and_2.py. A gradient that comes is copied into a bucket; a full one is
 reduced, and what belongs to this rank's partition is kept (on the card, or in main memory where that is offloaded).
 """
 

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 on paper: which parameters are gathered when.
 
-Source: deepspeed 0.18.4, runtime/zero/{partitioned_param_coordinator,parameter_offload,partition_parameters}.py. The first
-micro-step records in which order modules run; from then on parameters are fetched ahead, and those that are used again
-soon stay.
+Source: deepspeed 0.18.4, runtime/zero/{partitioned_param_coordinator,parameter_offload,partition_parameters}.py.
+The first micro-step records in which order modules run; from then on parameters are fetched ahead, and those that are
+used again soon stay.
 """
 
 from __future__ import annotations
