@@ -180,7 +180,11 @@ def verify(chosen: list[Preset], options: argparse.Namespace, card: dict[str, An
         bar.update()
 
     left = preset_runs.run_all(
-        todo, jobs=options.jobs, card_gib=card["total"] / GIB - 2, done=done, deadline=options.deadline
+        todo,
+        jobs=options.jobs,
+        card_gib=options.card_gib or card["total"] / GIB - 2,
+        done=done,
+        deadline=options.deadline,
     )
     bar.close()
     print("\n".join(json.dumps(row) for row in rows.values()) if options.json else table(list(rows.values())))
@@ -246,6 +250,7 @@ def main() -> int:
     parser.add_argument("--memory-only", action="store_true", help="all train at once, so that speeds say nothing")
     parser.add_argument("--one-gpu", action="store_true", help="presets for several GPUs share the only one")
     parser.add_argument("--accumulate", type=int, help="at most as many micro-batches a step, to save time")
+    parser.add_argument("--card-gib", type=float, help="share of the card, where something else runs on it too")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
     parser.add_argument("--fresh", action="store_true", help="run also what got through before")
     parser.add_argument("--resume", action="store_true", help="whether DeepSpeed presets go on from a checkpoint")
