@@ -2,8 +2,8 @@
 
 usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspeed.py & done; wait
 
-The configurations and the model are those of the file; torch.profiler reports every allocation from before the model is
-built. Needs deepspeed and some minutes.
+The configurations and the model are those of the file; torch.profiler reports every allocation from before the model
+is built. Needs deepspeed and some minutes.
 """
 
 from __future__ import annotations
