@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import machine, memory
+from llamafactory_preflight import machine, memory, remedies
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
 from llamafactory_preflight.memory.offload import HostMemory
@@ -198,6 +198,47 @@ def test_the_launcher_decides_how_many_train_together() -> None:
     assert machine.ranks_of(8, env={"NNODES": "2", "NPROC_PER_NODE": "4"}) == Ranks(world=8, local=4)
     assert machine.ranks_of(1, env={"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == Ranks(world=16, local=8)
     assert machine.ranks_of(0, env={"NNODES": "many"}) == Ranks(world=1, local=1)
+
+
+FILES = tuple(
+    remedies.DeepSpeedFile(f"zero{stage}{'_offload' * bool(offload)}.json", deepspeed(stage, offload=offload))
+    for stage, offload in ((2, ""), (3, ""), (2, "o"), (3, "op"))
+)
+
+
+def test_zero_is_proposed_to_several_gpus_by_its_file() -> None:
+    run = RunDescription(
+        model_name_or_path="m", bf16=True, finetuning_type="full", gradient_accumulation_steps=2, optim="adamw_torch",
+        **WITHOUT_TOKENS,
+    )  # fmt: skip
+    found = remedies.remedies(
+        run,
+        "qwen3",
+        software=SOFTWARE,
+        predict=lambda changed: memory.estimate(changed, _shape(), software=SOFTWARE, ranks=Ranks(world=4, local=4)),
+        fits=lambda estimate: estimate.peak_allocated_bytes < 0.5 * busy(predict(4)),
+        shards=FILES,
+    )
+    lines = [remedy.line for remedy in found if "deepspeed" in remedy.set]
+    assert len(lines) == 1
+    assert "deepspeed=zero" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "stages"),
+    [
+        ({}, [2, 3, 2, 3]),
+        ({"quantization_bit": 4, "finetuning_type": "lora"}, [2, 2]),
+        ({"pissa_init": True, "finetuning_type": "lora"}, [2, 2]),
+        ({"pure_bf16": True}, []),
+        ({"use_galore": True}, []),
+        ({"deepspeed": deepspeed(2)}, []),
+    ],
+)
+def test_zero_is_proposed_only_where_llamafactory_takes_it(settings: dict[str, Any], stages: list[int]) -> None:
+    run = RunDescription(model_name_or_path="m", optim="adamw_torch", **settings)
+    proposed = [change.set["deepspeed"] for change in remedies.sharding(run, FILES)]
+    assert [file["zero_optimization"]["stage"] for file in proposed] == stages
 
 
 def _shape() -> ModelShape:

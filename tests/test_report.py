@@ -115,8 +115,8 @@ def test_json_is_schema_1_on_one_line() -> None:
         "reasons", "remedies", "findings",
     )  # fmt: skip
     assert tuple(loaded["gpu"]) == (
-        "peak_allocated_bytes", "needed_bytes", "budget_bytes", "phases", "components", "context_bytes", "nccl_bytes", "low_bytes",
-        "high_bytes", "devices",
+        "peak_allocated_bytes", "needed_bytes", "budget_bytes", "phases", "components", "context_bytes", "nccl_bytes",
+        "low_bytes", "high_bytes", "devices",
     )  # fmt: skip
     assert (loaded["schema"], loaded["calibrated"], loaded["remedies"]) == (1, True, [])
     assert (loaded["file"], loaded["model"]) == ("presets/24gb_lora.yaml", "Qwen/Qwen3-8B")
