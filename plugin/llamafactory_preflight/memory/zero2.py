@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
@@ -131,7 +132,7 @@ class PartitionedGradients:
     def _slices(self) -> int:
         """Runs of one rank in the bucket."""
         ranks = [rank for share, _ in self.pending for rank in share.ranks]
-        return 1 + sum(one != other for one, other in zip(ranks, ranks[1:], strict=False))
+        return 1 + sum(one != other for one, other in pairwise(ranks))
 
     def _copy_into_partition(self) -> None:
         if self.mine is None:
