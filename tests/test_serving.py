@@ -1,0 +1,53 @@
+"""What chat and export were measured to take, against what is predicted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llamafactory_preflight import memory
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import from_arguments
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import accuracy  # noqa: E402
+
+
+FOLDER = accuracy.MEASURED / "serving"
+PLAN = json.loads((FOLDER / "cases.json").read_text())
+MEASURED = {row["id"]: row for row in map(json.loads, (FOLDER / "served.jsonl").read_text().splitlines())}
+GIB = 2**30
+
+
+def estimate(case: dict[str, Any]) -> memory.MemoryEstimate:
+    given = case["args"] | {"model_name_or_path": case["model"], "template": "qwen3_nothink"}
+    given |= {"adapter_name_or_path": "adapter"} if case["adapter"] else {}
+    given |= {"export_dir": "merged"} if case["task"] == "export" else {}
+    run = from_arguments(given, software=accuracy.SOFTWARE, origin=case["id"])
+    card = memory.Card(compute_capability=(9, 0))
+    return memory.inference_estimate(
+        run, ModelShape.from_config(PLAN["models"][case["model"]]), software=accuracy.SOFTWARE, card=card
+    )
+
+
+@pytest.mark.parametrize("case", PLAN["cases"], ids=lambda case: str(case["id"]))
+def test_the_card_takes_what_was_predicted(case: dict[str, Any]) -> None:
+    found, row = estimate(case), MEASURED[case["id"]]
+    measured = max(row["peak_allocated_gib"], row["load_peak_allocated_gib"])
+    if found.peak_allocated_bytes == 0:
+        assert measured < 0.2  # the merge is on the CPU; LLaMA-Factory still starts CUDA
+    else:
+        assert found.peak_allocated_bytes / GIB == pytest.approx(measured, rel=0.01)
+        assert found.low_bytes <= measured * GIB <= found.high_bytes
+
+
+def test_a_merge_on_the_cpu_takes_main_memory() -> None:
+    (case,) = (case for case in PLAN["cases"] if case["id"] == "export_8b_adapter_cpu")
+    assert estimate(case).host_bytes / GIB == pytest.approx(MEASURED[case["id"]]["host_peak_rss_gib"], rel=0.05)
