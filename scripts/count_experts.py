@@ -28,8 +28,9 @@ CONFIG: dict[str, Any] = {
 }  # fmt: skip
 ARGUMENTS: dict[str, Any] = {
     "model_name_or_path": "model", "output_dir": "out", "dataset": "rows", "template": "qwen3_nothink",
-    "do_train": True, "stage": "sft", "finetuning_type": "lora", "lora_target": "all", "cutoff_len": 256, "bf16": True, "optim": "sgd",
-    "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "flash_attn": "disabled",
+    "do_train": True, "stage": "sft", "finetuning_type": "lora", "lora_target": "all", "cutoff_len": 256,
+    "bf16": True, "optim": "sgd", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 1,
+    "flash_attn": "disabled",
 }  # fmt: skip
 WIDE = {"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 192}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
