@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight.memory import Card, cublas_workspace, estimate
+from llamafactory_preflight.memory import Card, estimate
+from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.result import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import from_arguments
