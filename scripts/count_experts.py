@@ -51,13 +51,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {}, {"finetuning_type": "freeze", "freeze_trainable_layers": 2, "freeze_trainable_modules": "mlp"},
     ),
     "liger": ({"vocab_size": 4096}, {"enable_liger_kernel": True}),
-    "liger, many experts": (WIDE, {"enable_liger_kernel": True, "cutoff_len": 1024}),
     "liger, no checkpointing": ({}, {"enable_liger_kernel": True, "disable_gradient_checkpointing": True}),
     "liger, full in bf16": (
         {}, {"enable_liger_kernel": True, "finetuning_type": "full", "pure_bf16": True, "bf16": False},
     ),
 }  # fmt: skip
-UNEVEN = ("adapters everywhere", "adapters, many experts", "adapters on attention", "adapters, no checkpointing")
+UNEVEN = ("adapters everywhere", "adapters on attention", "adapters, no checkpointing")
 
 
 def count(config: dict[str, Any], arguments: dict[str, Any], *, even: bool = True) -> int:
