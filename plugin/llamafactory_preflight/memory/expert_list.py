@@ -3,6 +3,8 @@
 Source: Qwen3MoeSparseMoeBlock.forward of transformers/models/qwen3_moe/modeling_qwen3_moe.py (4.55 to 4.57). The
 first expert and the last two are run, those between are booked. The backward of the last two runs first, while all
 others still hold what they saved; the second of it adds to the gradient of the hidden states that the first one made.
+Known error: all experts get equally many tokens. How they are spread leaves alone what is saved; an expert that got
+every token would add 0.6 % to the peak of Qwen3-30B-A3B in 4 bit at 8,192 tokens, and nothing at 2,048.
 """
 
 from __future__ import annotations

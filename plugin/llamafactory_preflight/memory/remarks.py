@@ -36,7 +36,7 @@ def by_size(run: RunDescription, shape: ModelShape) -> Iterator[str]:
     if kind is not None and not kind.exact:
         yield f"{kind.method.upper()} weights are counted by size and their kernels not at all: the bounds are wide."
     full = run.finetuning_type in ("full", "freeze") and not run.pure_bf16
-    if shape.moe is not None and full:
+    if shape.moe is not None and shape.moe.stacked and full:
         yield "Training experts in float32 was neither measured nor simulated: the bounds are wide."
     if shape.family.masked_loss and not run.enable_liger_kernel:
         yield "The loss of Gemma 3 with its vision tower was not measured: the bounds are wide."

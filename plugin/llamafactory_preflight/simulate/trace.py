@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from transformers.integrations.neftune import activate_neftune
 
 from llamafactory_preflight.memory.estimate import Card, cublas_workspace, evaluates
 from llamafactory_preflight.run import RunDescription
@@ -59,6 +58,8 @@ def trace(run: RunDescription, config: Any, *, card: Card, front: int, back: int
         workspaces = [torch.empty(size, dtype=torch.uint8, device=CARD) for _ in ("main thread", "autograd's thread")]
         tracker.allocating("activations")
         if run.neftune_noise_alpha is not None:
+            from transformers.integrations.neftune import activate_neftune  # of transformers 5 alone
+
             activate_neftune(network, run.neftune_noise_alpha)  # type: ignore[no-untyped-call]
         loop.wrap_forward(network, run)
         steps = optimizer.build(network, run)
