@@ -54,7 +54,7 @@ for point in hooks.POINTS:
         "names": original.__code__.co_names,
     }
 tuner = sys.modules["llamafactory.train.tuner"]
-facts["training_names"] = tuner._training_function.__code__.co_names
+facts["training_names"] = inspect.unwrap(tuner._training_function).__code__.co_names
 print(json.dumps(facts))
 """
     done = run(code)

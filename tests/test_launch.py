@@ -18,7 +18,7 @@ from llamafactory_preflight import handoff
 ROOT = Path(__file__).resolve().parents[1]
 PRESET = ROOT / "presets/cpu_smoke.yaml"
 REPORT = re.compile(r"^.*llamafactory-preflight \d[\d.]*: ", re.MULTILINE)
-LINE = re.compile(r"^llamafactory-preflight: (?!template: ).*", re.MULTILINE)  # repairs are tested elsewhere
+LINE = re.compile(r"^llamafactory-preflight: (?!template: |peak ).*", re.MULTILINE)  # repairs are tested elsewhere
 TOO_SMALL = {"LLAMAFACTORY_PREFLIGHT_GPU": "0.5GiB"}
 ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
 

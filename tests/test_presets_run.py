@@ -16,7 +16,7 @@ from llamafactory_preflight.zero import ZeroPlan
 
 
 ROOT = Path(__file__).resolve().parents[1]
-REPORT = re.compile(r"^llamafactory-preflight( [\d.]+)?: (?!template: )", re.MULTILINE)
+REPORT = re.compile(r"^llamafactory-preflight( [\d.]+)?: (?!template: |peak )", re.MULTILINE)
 PRESETS = sorted(ROOT.glob("presets/*.yaml"))
 DATA_SETS = ("identity", "dpo_en_demo")
 # LLaMA-Factory's own parser reads the files; our finder is taken out of the process first, so this is what it does

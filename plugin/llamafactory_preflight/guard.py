@@ -30,7 +30,7 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
     """
     settings = Settings.from_environment()
     allocator.prefer_expandable_segments(os.environ)  # before anything starts CUDA
-    result = _looked_at(given, settings, stage=stage)
+    result = looked_at(given, settings, stage=stage)
     print(report.text(result), file=sys.stderr, flush=True)
     if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
         return
@@ -52,7 +52,7 @@ def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
         SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
     """
     settings = Settings.from_environment()
-    result = _looked_at(given, settings, stage="process", length=longest.tokens)
+    result = looked_at(given, settings, stage="process", length=longest.tokens)
     if speaks:
         for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
             print(f"llamafactory-preflight: {report.finding_line(finding)}", file=sys.stderr, flush=True)
@@ -65,9 +65,10 @@ def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
         raise SystemExit(1)
 
 
-def _looked_at(
+def looked_at(
     given: Mapping[str, Any], settings: Settings, *, stage: Literal["launcher", "process"], length: int | None = None
 ) -> Result:
+    """A preflight of this run on this machine, or on the card that is planned for."""
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
     file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
     return preflight.examine(

@@ -6,16 +6,17 @@ Every hook fails open: whatever goes wrong in here is one line on standard error
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.failing import fail_open as _fail_open
+from llamafactory_preflight.watch import around
 
 
 SUBCOMMANDS = ("preflight", "presets", "template", "doctor")
@@ -26,7 +27,6 @@ USAGE = """\
 |   llamafactory-cli template A.yaml: show the samples of a training run as the model will see them
 |   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
 
-_T = TypeVar("_T")
 _V1_TRAIN_COMMANDS = ("train", "sft", "dpo", "rm")
 
 
@@ -52,7 +52,12 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
             _fail_open(functools.partial(_check, arguments, "launcher"), None)
-        result = original(*args, **kwargs)
+        try:
+            result = original(*args, **kwargs)
+        except Exception as error:
+            if command == "train":
+                _fail_open(functools.partial(around.answer_for_children, error, arguments), None)
+            raise
         if command in ("", "help"):
             print(USAGE)
         return result
@@ -123,6 +128,7 @@ POINTS = (
     PatchPoint(module="llamafactory.launcher", attribute="launch", around=_around_launch),
     PatchPoint(module="llamafactory.train.tuner", attribute="get_train_args", around=_around_get_train_args),
     PatchPoint(module="llamafactory.data.loader", attribute="get_dataset", around=_around_get_dataset),
+    PatchPoint(module="llamafactory.train.tuner", attribute="_training_function", around=around.training_function),
     *(
         PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=_repairing("parsed", after=True))
         for name in ("_parse_train_args", "_parse_infer_args", "_parse_eval_args")
@@ -208,6 +214,7 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
 
     given = handoff.remembered()
     longest = lengths.longest(dataset_module) if given else None
+    around.data_is_read(longest)
     if given and longest is not None:
         by_name = given if isinstance(given, dict) else arguments.read(given)
         guard.data(by_name, longest, speaks=handoff.speaks())
@@ -255,25 +262,3 @@ def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwar
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         handoff.warn_once(f"a repair of the chat template failed and is left out ({reason})")
     return results[-1] if results else original(*args, **kwargs)
-
-
-def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
-    """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
-    collects = gc.isenabled()
-    gc.disable()  # torch has made so many objects that one collection takes longer than the step
-    try:
-        from llamafactory_preflight.errors import UserError
-        from llamafactory_preflight.settings import Settings
-
-        try:
-            if Settings.from_environment().mode != "off":
-                return step()
-        except UserError as error:
-            handoff.warn_once(str(error))
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        handoff.warn_once(f"a step failed and is left out ({reason})")
-    finally:
-        if collects:
-            gc.enable()
-    return otherwise

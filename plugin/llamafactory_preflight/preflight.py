@@ -246,6 +246,13 @@ def _remedies(
     )
 
 
+def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
+    """Predicts changed versions of a run that was looked at."""
+    assert result.shape is not None
+    card = card_of(result.device, num_gpus=len(result.devices), env=os.environ if env is None else env)
+    return partial(memory.estimate, shape=result.shape, software=result.software, card=card, length=length)
+
+
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
     """Compares the estimate with the deciding card, or for a run on the CPU with main memory."""
     if decisive is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from textwrap import wrap
 from typing import Any
@@ -37,7 +38,7 @@ def text(result: Result) -> str:
     if result.estimate is not None:
         lines += ["", *_table(result)]
     lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
-    lines += _remedy_lines(result)
+    lines += remedy_lines(result.remedies)
     for finding in result.findings:
         lines += _wrapped(finding_line(finding), indent="  ")
     for sentence in result.resolved:
@@ -55,7 +56,7 @@ def second_look(result: Result, longest: Longest, *, stops: bool) -> str:
         f"{longest.tokens} tokens. A batch of {batch} as long needs {size(needed)}, and "
         f"{size(result.device.free_bytes)} are free: {TITLES[result.verdict.word]}."
     )
-    lines = [*_wrapped(sentence, indent=""), *_remedy_lines(result)]
+    lines = [*_wrapped(sentence, indent=""), *remedy_lines(result.remedies)]
     return "\n".join([*lines, REFUSAL_AFTER_DATA] if stops else lines)
 
 
@@ -147,12 +148,13 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {"set": dict(remedy.set), "peak_allocated_bytes": peak, "costs": remedy.costs}
 
 
-def _remedy_lines(result: Result) -> list[str]:
-    if not result.remedies:
+def remedy_lines(remedies: Sequence[Remedy]) -> list[str]:
+    """Changes with which a run fits, each as it is added to the command."""
+    if not remedies:
         return []
-    several = len(result.remedies) > 1
+    several = len(remedies) > 1
     lines = [f"  It fits with {'any one of these' if several else 'this'} added to the command:"]
-    for remedy in result.remedies:
+    for remedy in remedies:
         largest = max(remedy.estimate.phases.values())
         lines.append(f"    {remedy.line}")  # one line, to be pasted
         lines += _wrapped(f"takes {size(largest)}; costs {remedy.costs}", indent="      ")

@@ -1,0 +1,195 @@
+"""The callback that measures. It reads counters that the allocator keeps anyway, and never waits for the GPU."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from transformers import Trainer, TrainerCallback
+
+from llamafactory_preflight import handoff
+from llamafactory_preflight.units import gib
+from llamafactory_preflight.watch import trainer_log
+from llamafactory_preflight.watch.counters import Counters, counters, host_peak_bytes
+from llamafactory_preflight.watch.state import Batch, State
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+LOG = "log"
+
+
+def _timed(method: _F) -> _F:
+    """Counts the time that watching takes, and stops watching where it fails: training goes on."""
+
+    @functools.wraps(method)
+    def timed(self: MemoryWatch, *args: Any, **kwargs: Any) -> None:
+        if self.is_broken:
+            return
+        began = time.perf_counter()
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self.is_broken = True
+            handoff.warn_once(f"memory is no longer watched ({type(error).__name__}: {error})")
+        if self.state.step:  # what comes before the first step is done once
+            self.state.watch_seconds += time.perf_counter() - began
+
+    return timed  # type: ignore[return-value]
+
+
+class MemoryWatch(TrainerCallback):
+    """Measures memory by phase and adds it to what the Trainer logs.
+
+    Args:
+        state: What to fill; the heartbeat reads it from another thread.
+        expected_bytes: Asked when the model is loaded: the predicted upper bound of the peak, or None.
+        beside: The other callbacks of the run, once they are there.
+    """
+
+    def __init__(self, state: State, *, expected_bytes: Callable[[], int | None], beside: list[Any]) -> None:
+        self.state = state
+        self.is_broken = False
+        self._expected_bytes, self._beside = expected_bytes, beside
+        self._counters: Counters | None = None
+        self._hook: Any = None
+        self._log: Callable[..., None] | None = None
+
+    @_timed
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The Trainer is made, so the weights are loaded."""
+        self._counters = counters(device_type=args.device.type, other_reader=not args.skip_memory_metrics)
+        self.state.on_gpu = self._counters.on_gpu
+        self.state.expected_bytes = self._expected_bytes()
+        self.state.phase = "load"
+        trainer_log.attach(self._beside)
+
+    @_timed
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """All is in place for the first step."""
+        self._enter("forward_backward")
+        assert self._counters is not None
+        self.state.held_bytes["load"] = self._counters.current()[0]
+        self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
+        self._log_with_memory()
+
+    @_timed
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Before the first micro-batch of a step."""
+        self.state.step = state.global_step + 1
+        self._enter("forward_backward")
+
+    @_timed
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gradients are clipped."""
+        self._enter("optimizer_step")
+
+    @_timed
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Gradients are gone again; what comes next stands in `control`, which the default callback has set."""
+        self._enter("evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward")
+        if self._counters is not None:
+            self.state.held_bytes["steps"] = self._counters.current()[0]
+
+    @_timed
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A batch of an evaluation or a prediction is done."""
+        if self.state.phase != "evaluate":
+            self._enter("evaluate", seen="evaluate")
+
+    @_timed
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """An evaluation is done."""
+        self._enter("save" if control.should_save else "forward_backward", seen="evaluate")
+
+    @_timed
+    def on_predict(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+        """A prediction is done."""
+        self._enter("save", seen="evaluate")
+
+    @_timed
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A checkpoint is written."""
+        self._enter("forward_backward", seen="save")
+
+    @_timed
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The last step is done; the model will be saved."""
+        self.release()
+        self._enter("save")
+
+    def finish(self) -> None:
+        """Reads what came after the last event."""
+        if self._counters is not None:
+            self._enter(self.state.phase)
+        self.state.host_peak_bytes = max(self.state.host_peak_bytes, host_peak_bytes())
+
+    def release(self) -> None:
+        """Takes back what was hung into the model and the Trainer."""
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+        if self._log is not None:
+            setattr(Trainer, LOG, self._log)
+            self._log = None
+
+    def _enter(self, phase: str, *, seen: str | None = None) -> None:
+        """Counts the peak to the phase that ends, or to `seen`, and begins the next."""
+        if self._counters is None:
+            return
+        self.state.phase = seen or self.state.phase
+        self.state.note(*self._counters.peaks())
+        self._counters.restart()
+        self.state.phase = phase
+
+    def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        shape = tuple(getattr(ids, "shape", ()))
+        if len(shape) == 2:
+            self.state.saw(Batch(sequences=int(shape[0]), tokens=int(shape[1]), step=self.state.step))
+
+    def _log_with_memory(self) -> None:
+        """Lets `Trainer.log` tell memory too.
+
+        In `on_log` it would be too late: callbacks that report elsewhere stand before this one.
+        """
+        original: Callable[..., None] = getattr(Trainer, LOG)
+        watch = self
+
+        @functools.wraps(original)
+        def log(trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+            if "loss" in logs:
+                watch.add_to(logs)
+            original(trainer, logs, *args, **kwargs)
+
+        setattr(Trainer, LOG, log)
+        self._log = original
+
+    @_timed
+    def add_to(self, logs: dict[str, float]) -> None:
+        """Adds what is in use now and the peak since the start."""
+        if self._counters is None:
+            return
+        self.state.note(*self._counters.peaks())
+        allocated, reserved = self._counters.current()
+        peak = self.state.peak()
+        self.state.host_peak_bytes = host_peak_bytes()
+        if not self.state.on_gpu:
+            logs |= {"host_mem_gib": _rounded(allocated), "host_mem_peak_gib": _rounded(self.state.host_peak_bytes)}
+            return
+        free = self._counters.free()
+        if free is not None:
+            least = self.state.least_free_bytes
+            self.state.least_free_bytes = free if least is None else min(least, free)
+            logs["gpu_mem_free_gib"] = _rounded(free)
+        logs |= {
+            "gpu_mem_allocated_gib": _rounded(allocated),
+            "gpu_mem_reserved_gib": _rounded(reserved),
+            "gpu_mem_peak_allocated_gib": _rounded(peak.allocated),
+            "gpu_mem_peak_reserved_gib": _rounded(peak.reserved),
+        }
+
+
+def _rounded(size_bytes: int) -> float:
+    return round(gib(size_bytes), 3)

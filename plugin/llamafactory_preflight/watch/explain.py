@@ -1,0 +1,225 @@
+"""What to say when memory has run out: what happened, why it differs from the prediction, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+
+from llamafactory_preflight import preflight, remedies, report, verdict
+from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.report import size
+from llamafactory_preflight.result import Result
+from llamafactory_preflight.units import MIB
+from llamafactory_preflight.watch.shortage import Shortage
+from llamafactory_preflight.watch.state import WORDS, State
+
+
+NOTABLE_BYTES = 64 * MIB
+NOTABLE_SHARE = 0.02
+HOST_REMEDIES = {
+    "data": ("preprocessing_num_workers=1", "streaming=true (with max_steps)", "tokenized_path=..., made once"),
+    "load": ("fewer processes: NPROC_PER_NODE", "quantization_bit=4, for adapters"),
+    "forward_backward": ("use_unsloth_gc=false", "dataloader_num_workers=0", "an optimizer that is not offloaded"),
+    "optimizer_step": ("an optimizer that is neither offloaded nor paged", "more GPUs for the same offload"),
+    "evaluate": ("per_device_eval_batch_size=1", "dataloader_num_workers=0", "a smaller val_size"),
+    "save": ("save_only_model=true", "stage3_gather_16bit_weights_on_model_save: false in the DeepSpeed file"),
+}
+PINNED_REMEDIES = ("dataloader_pin_memory=false", "pin_memory: false in the DeepSpeed file", "ulimit -l unlimited")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Growth:
+    """The component that took most beyond its prediction."""
+
+    name: str
+    predicted: int
+    measured: int
+
+
+def on_gpu(
+    shortage: Shortage,
+    state: State,
+    result: Result | None,
+    *,
+    phase: str,
+    budget: int | None,
+    length: int | None,
+    output_dir: str | None,
+) -> str:
+    """The text for a card that ran out.
+
+    Args:
+        shortage: What the message told.
+        state: What was measured until then.
+        result: A preflight for the batch that failed, or None.
+        phase: What was going on.
+        budget: Bytes that this process could have on the card, its CUDA context included.
+        length: Tokens of the longest sample that the remedies must hold for, or None for the cutoff.
+        output_dir: Of the run.
+    """
+    lines = [*wrapped(_head("GPU memory", state, phase))]
+    lines += wrapped(" ".join(_card(shortage, result)), indent="  ")
+    estimate = result.estimate if result is not None else None
+    proposed: tuple[Remedy, ...] = ()
+    if result is not None and estimate is not None:
+        lines += wrapped(" ".join(_against_prediction(shortage, state, estimate, phase)), indent="  ")
+        proposed = _remedies(shortage, result, estimate, budget, length)
+        lines += report.remedy_lines(proposed)
+    if not proposed:
+        lines += wrapped(
+            "No single setting is known to make it fit here. See llamafactory-cli preflight --fit.", indent="  "
+        )
+    lines += wrapped(resume(output_dir, proposed[0].line if proposed else ""), indent="  ")
+    return "\n".join(lines)
+
+
+def on_host(shortage: Shortage, state: State, *, phase: str, available: int | None, output_dir: str | None) -> str:
+    """The text for main memory that ran out, page-locked or not."""
+    what = "page-locked main memory" if shortage.where == "pinned" else "main memory"
+    lines = wrapped(_head(what, state, phase))
+    asked = f"Asked for {size(shortage.asked)}; " if shortage.asked else ""
+    lines += wrapped(f"{asked}{size(available)} are available to this process now.", indent="  ")
+    lines += _list(PINNED_REMEDIES if shortage.where == "pinned" else HOST_REMEDIES[phase])
+    lines += wrapped(resume(output_dir, ""), indent="  ")
+    return "\n".join(lines)
+
+
+def killed(beat: Mapping[str, object], *, by_kernel: str | None, output_dir: str) -> str:
+    """The text for a process that ended without a word, from what it last wrote."""
+    phase = str(beat.get("phase"))
+    step = f" of step {beat['step']}" if beat.get("step") and phase not in ("data", "load") else ""
+    why = {
+        "cgroup": "The kernel has killed in this container since then because its memory limit was reached.",
+        "machine": "The kernel has killed on this machine since then because main memory ran out.",
+    }.get(by_kernel or "", "Main memory that ran out is the usual reason; `dmesg` or the job's log may tell.")
+    head = f"llamafactory-preflight: rank {beat.get('rank')} ended without a word {WORDS.get(phase, '')}{step}. {why}"
+    had, left = size(_int(beat, "rss_bytes")), size(_int(beat, "host_available_bytes"))
+    seen = f"It last had {had} of main memory, and {left} were left."
+    lines = [*wrapped(head), *wrapped(seen, indent="  "), *_list(HOST_REMEDIES.get(phase, ()))]
+    lines += wrapped(resume(output_dir, ""), indent="  ")
+    return "\n".join(lines)
+
+
+def resume(output_dir: str | None, change: str) -> str:
+    """From which checkpoint to go on, and how."""
+    found = [folder for folder in Path(output_dir or "").glob("checkpoint-*") if folder.name[11:].isdigit()]
+    if not output_dir or not found:
+        return "No checkpoint was written yet: the run begins anew."
+    last = max(found, key=lambda folder: int(folder.name[11:]))
+    added = f"resume_from_checkpoint={last} {change}".strip()
+    return f"The last checkpoint is {last.name}. To go on from it add: {added}"
+
+
+def growth(shortage: Shortage, state: State, estimate: MemoryEstimate, phase: str) -> Growth | None:
+    """The component that grew most beyond the prediction, or None where none did notably."""
+    parts = estimate.components
+    fixed = parts["weights"] + parts["adapters"]
+    resting = fixed + parts["optimizer"] + parts["buffers"]
+    found: list[Growth] = []
+    held = state.held_bytes.get("steps", state.held_bytes.get("load"))
+    if "load" in state.held_bytes:
+        found.append(Growth(name="weights and adapters", predicted=fixed, measured=state.held_bytes["load"]))
+    if "steps" in state.held_bytes:
+        states = state.held_bytes["steps"] - state.held_bytes.get("load", fixed)
+        found.append(Growth(name="optimizer states", predicted=resting - fixed, measured=states))
+    if held is not None and shortage.allocated is not None and phase == "forward_backward":
+        moving = parts["gradients"] + parts["activations"] + parts["logits"]
+        reached = shortage.allocated + (shortage.asked or 0) - held
+        found.append(Growth(name="activations, gradients and logits", predicted=moving, measured=reached))
+    notable = max(NOTABLE_BYTES, int(NOTABLE_SHARE * estimate.peak_allocated_bytes))
+    grown = [one for one in found if one.measured - one.predicted > notable]
+    return max(grown, key=lambda one: one.measured - one.predicted, default=None)
+
+
+def wrapped(text: str, *, indent: str = "") -> list[str]:
+    """Lines of at most 80 columns; paths and settings stay whole."""
+    return wrap(
+        text,
+        80,
+        initial_indent=indent,
+        subsequent_indent=indent + "  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _head(what: str, state: State, phase: str) -> str:
+    step = f" of step {state.step}" if state.step and phase not in ("data", "load") else ""
+    return f"llamafactory-preflight: rank {state.rank} ran out of {what} {WORDS[phase]}{step}."
+
+
+def _card(shortage: Shortage, result: Result | None) -> Iterator[str]:
+    if shortage.asked is not None:
+        yield f"It asked for {size(shortage.asked)}; {size(shortage.free)} were free of {size(shortage.total)}."
+    if shortage.allowed is not None:
+        yield f"This process was allowed {size(shortage.allowed)}."
+    if shortage.idle is not None and shortage.asked is not None and shortage.idle > shortage.asked:
+        yield f"The allocator held {size(shortage.idle)} in pieces that were too small."
+    for pid, taken in shortage.others:
+        yield f"Process {pid}{_name(pid)} has {size(taken)} of the card."
+    told = {pid for pid, _ in shortage.others}
+    unseen = [pid for pid in (result.device.processes if result and result.device else ()) if pid not in told]
+    if unseen and not shortage.others:
+        yield f"Processes on it: {', '.join(f'{pid}{_name(pid)}' for pid in unseen)}."
+
+
+def _against_prediction(shortage: Shortage, state: State, estimate: MemoryEstimate, phase: str) -> Iterator[str]:
+    predicted = estimate.phases.get(phase) or estimate.peak_allocated_bytes
+    yield f"Predicted for this phase were {size(predicted)}."
+    if shortage.allocated is not None:
+        yield f"It had {size(shortage.allocated)} when it asked for more."
+    grown = growth(shortage, state, estimate, phase)
+    if grown is not None:
+        since = f" since step {state.exceeded_at_step}" if state.exceeded_at_step is not None else ""
+        amounts = f"{size(grown.measured)} instead of {size(grown.predicted)}"
+        yield f"Beyond the prediction are {grown.name}{since}: {amounts}."
+    else:
+        yield "Nothing has grown beyond the prediction: there was less room than it needs."
+    batch, longest = state.current, state.longest
+    if batch is not None and phase in ("forward_backward", "evaluate"):
+        yield f"The batch was {batch.sequences} x {batch.tokens} tokens"
+        if longest is not None and longest != batch and phase == "forward_backward":
+            yield f"(the largest before: {longest.sequences} x {longest.tokens}, step {longest.step})"
+
+
+def _remedies(
+    shortage: Shortage, result: Result, estimate: MemoryEstimate, budget: int | None, length: int | None
+) -> tuple[Remedy, ...]:
+    """Changes with which it fits into `budget`, even if the prediction is off by as much as it has been."""
+    if budget is None or result.shape is None or result.device is None:
+        return ()
+    shape, context = result.shape, result.device.context_bytes
+    largest = max(estimate.phases.values())
+    reached = (shortage.allocated or 0) + (shortage.asked or 0)
+    scale = max(1.0, reached / largest) if largest else 1.0
+
+    def fits(changed: MemoryEstimate) -> bool:
+        high = verdict.need_bounds(changed, context_bytes=context)[1] - context
+        return high * scale + context <= budget
+
+    return remedies.remedies(
+        result.run,
+        shape.model_type,
+        software=result.software,
+        predict=preflight.predictor(result, length=length),
+        fits=fits,
+    )
+
+
+def _list(items: tuple[str, ...]) -> list[str]:
+    return ["  What lowers it:", *(f"    {item}" for item in items)] if items else []
+
+
+def _name(pid: int) -> str:
+    try:
+        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
+    except OSError:
+        return ""
+
+
+def _int(beat: Mapping[str, object], name: str) -> int | None:
+    value = beat.get(name)
+    return value if isinstance(value, int) else None
