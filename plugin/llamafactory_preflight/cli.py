@@ -99,6 +99,9 @@ def _preflight(argv: Sequence[str]) -> int:
         "--exact", action="store_true", help="simulate the run: some seconds, and any architecture that is installed"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
+    parser.add_argument("--allow", default="", help="what --fit may change too: quantization,cutoff,precision,...")
+    parser.add_argument("-o", "--output", type=Path, help="write what --fit found to this file")
     options = parser.parse_intermixed_args(_amounts_joined(argv))
     from llamafactory_preflight import preflight, report
     from llamafactory_preflight.software import Software
@@ -107,19 +110,19 @@ def _preflight(argv: Sequence[str]) -> int:
     files = [item for item in options.items if item not in overrides]
     if not files:
         raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
+    machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
+    if options.fit:
+        if len(files) > 1:
+            raise UserError("--fit takes one file at a time")
+        from llamafactory_preflight import fit_command
+
+        return fit_command.run(
+            files[0], overrides, allow=options.allow, output=options.output, as_json=options.json, **machine
+        )
     worst = 0
     for position, file in enumerate(files):
         try:
-            result = preflight.check(
-                file,
-                overrides=overrides,
-                gpu=options.gpu,
-                free=options.free,
-                device=options.device,
-                gpus=options.gpus,
-                host_ram=options.host_ram,
-                exact=options.exact,
-            )
+            result = preflight.check(file, overrides=overrides, exact=options.exact, **machine)
         except UserError as error:
             worst = 2
             _complain(str(error))

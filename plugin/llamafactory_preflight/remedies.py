@@ -20,6 +20,7 @@ from llamafactory_preflight.software import Software
 
 Predict = Callable[[RunDescription], MemoryEstimate]
 Fits = Callable[[MemoryEstimate], bool]
+Changes = Callable[[RunDescription], Iterable["Change"]]
 
 LIGER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
 """Those of our families that llamafactory/model/model_utils/liger_kernel.py knows."""
@@ -59,7 +60,7 @@ class Remedy:
     @property
     def line(self) -> str:
         """The change as it is appended to a command line."""
-        return " ".join(f"{key}={_as_text(value)}" for key, value in self.set.items())
+        return " ".join(items(self.set))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +80,7 @@ def remedies(
     predict: Predict,
     fits: Fits,
     shards: Sequence[DeepSpeedFile] = (),
+    kept: frozenset[str] = frozenset(),
 ) -> tuple[Remedy, ...]:
     """Finds what makes a run fit.
 
@@ -89,19 +91,25 @@ def remedies(
         predict: Predicts a changed run.
         fits: Whether a prediction is within the budget for certain.
         shards: DeepSpeed files that several ranks could use, the least costly first.
+        kept: Arguments that stay as they are, except for changes that cost nothing.
 
     Returns:
         What costs nothing, if that suffices; else every single change that suffices with it, the least costly first;
         else the shortest prefix of all changes that does, without those that turn out not to be needed.
     """
-    free = [change for change in changes(run, model_type, software=software) if change.free]
+
+    def candidates(changed: RunDescription) -> Iterator[Change]:
+        found = [*changes(changed, model_type, software=software), *sharding(changed, shards)]
+        return (change for change in found if change.free or not kept & change.set.keys())
+
+    free = [change for change in candidates(run) if change.free]
     base = _merged(change.set for change in free)
     if free:
         remedy = _tried(run, base, "; ".join(change.costs for change in free), predict)
         if remedy is not None and fits(remedy.estimate):
             return (remedy,)
     single: dict[str, Remedy] = {}
-    for change in [*changes(replace(run, **base), model_type, software=software), *sharding(run, shards)]:
+    for change in candidates(replace(run, **base)):
         key = next(iter(change.set))
         if change.free or key in single:
             continue
@@ -110,7 +118,7 @@ def remedies(
             single[key] = remedy
     if single:
         return tuple(single.values())
-    combined = _combination(run, model_type, software=software, predict=predict, fits=fits, shards=shards)
+    combined = _combination(run, candidates, predict=predict, fits=fits)
     return () if combined is None else (combined,)
 
 
@@ -126,8 +134,8 @@ def changes(run: RunDescription, model_type: str, *, software: Software) -> Iter
     if run.disable_gradient_checkpointing and not run.gradient_checkpointing:
         yield Change(set={"disable_gradient_checkpointing": False}, costs="about a third more time a step")
     batch = run.per_device_train_batch_size
-    while batch % 2 == 0:
-        batch //= 2
+    while batch > 1:
+        batch = batch // 2 if batch % 2 == 0 else 1
         accumulation = run.gradient_accumulation_steps * run.per_device_train_batch_size // batch
         yield Change(
             set={"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation},
@@ -166,22 +174,14 @@ def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[C
             yield Change(set={"deepspeed": file}, costs=costs[zero.get("stage")] + offloads)
 
 
-def _combination(
-    run: RunDescription,
-    model_type: str,
-    *,
-    software: Software,
-    predict: Predict,
-    fits: Fits,
-    shards: Sequence[DeepSpeedFile],
-) -> Remedy | None:
+def _combination(run: RunDescription, candidates: Changes, *, predict: Predict, fits: Fits) -> Remedy | None:
     """Adds changes in order until the run fits, then takes back each one that it fits without."""
     taken: dict[str, Mapping[str, Any]] = {}
     costs: dict[str, str] = {}
     remedy = None
     while remedy is None or not fits(remedy.estimate):
         current = replace(run, **_merged(taken.values()))
-        for change in [*changes(current, model_type, software=software), *sharding(current, shards)]:
+        for change in candidates(current):
             name = next(iter(change.set))
             tried = _tried(run, _merged([*taken.values(), change.set]), change.costs, predict)
             if tried is None or (remedy is not None and not _smaller(tried, remedy)):
@@ -234,5 +234,11 @@ def _may_quantize(run: RunDescription) -> bool:
     return not (run.pissa_init or run.resize_vocab or several)
 
 
-def _as_text(value: Any) -> str:
+def items(changed: Mapping[str, Any]) -> list[str]:
+    """Arguments as they are written on a command line."""
+    return [f"{key}={as_text(value)}" for key, value in changed.items()]
+
+
+def as_text(value: Any) -> str:
+    """A value as YAML has it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 from pathlib import Path
 from typing import Protocol
 
 import torch
 
+from llamafactory_preflight import host
 from llamafactory_preflight.settings import is_enabled
 
 
@@ -104,6 +106,16 @@ def counters(*, device_type: str, other_reader: bool) -> Counters:
 def host_peak_bytes() -> int:
     """The most that was resident of this process, or 0 where the system does not tell."""
     return _status("VmHWM")
+
+
+def host_room_bytes() -> int | None:
+    """What this process can still have of main memory, its own limit of address space included."""
+    room = host.available_bytes()
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return room
+    left = max(0, limit - _status("VmSize"))
+    return left if room is None else min(left, room)
 
 
 def _status(name: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 
@@ -39,51 +39,57 @@ class Growth:
     measured: int
 
 
-def on_gpu(
-    shortage: Shortage,
-    state: State,
-    result: Result | None,
-    *,
-    phase: str,
-    budget: int | None,
-    length: int | None,
-    output_dir: str | None,
-) -> str:
-    """The text for a card that ran out.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """One process that ran out.
 
-    Args:
+    Attributes:
         shortage: What the message told.
         state: What was measured until then.
-        result: A preflight for the batch that failed, or None.
         phase: What was going on.
-        budget: Bytes that this process could have on the card, its CUDA context included.
+        result: A preflight for the batch that failed, or None.
+        budget_bytes: What this process could have in all: of the card with its CUDA context, or of main memory.
+        room_bytes: What it can still have of main memory.
         length: Tokens of the longest sample that the remedies must hold for, or None for the cutoff.
         output_dir: Of the run.
     """
-    lines = [*wrapped(_head("GPU memory", state, phase))]
-    lines += wrapped(" ".join(_card(shortage, result)), indent="  ")
-    estimate = result.estimate if result is not None else None
-    proposed: tuple[Remedy, ...] = ()
-    if result is not None and estimate is not None:
-        lines += wrapped(" ".join(_against_prediction(shortage, state, estimate, phase)), indent="  ")
-        proposed = _remedies(shortage, result, estimate, budget, length)
-        lines += report.remedy_lines(proposed)
+
+    shortage: Shortage
+    state: State
+    phase: str
+    result: Result | None
+    budget_bytes: int | None
+    room_bytes: int | None
+    length: int | None
+    output_dir: str | None
+
+
+def on_gpu(case: Case) -> str:
+    """The text for a card that ran out."""
+    lines = wrapped(_head("GPU memory", case.state, case.phase))
+    lines += wrapped(" ".join(_card(case.shortage, case.result)), indent="  ")
+    if case.result is not None and case.result.estimate is not None:
+        sentences = _against_prediction(case.shortage, case.state, case.result.estimate, case.phase)
+        lines += wrapped(" ".join(sentences), indent="  ")
+    proposed = _remedies(case)
+    lines += report.remedy_lines(proposed)
     if not proposed:
-        lines += wrapped(
-            "No single setting is known to make it fit here. See llamafactory-cli preflight --fit.", indent="  "
-        )
-    lines += wrapped(resume(output_dir, proposed[0].line if proposed else ""), indent="  ")
+        lines += wrapped("No change is known with which it would fit here.", indent="  ")
+    lines += wrapped(resume(case.output_dir, proposed[0].line if proposed else ""), indent="  ")
     return "\n".join(lines)
 
 
-def on_host(shortage: Shortage, state: State, *, phase: str, available: int | None, output_dir: str | None) -> str:
+def on_host(case: Case) -> str:
     """The text for main memory that ran out, page-locked or not."""
-    what = "page-locked main memory" if shortage.where == "pinned" else "main memory"
-    lines = wrapped(_head(what, state, phase))
-    asked = f"Asked for {size(shortage.asked)}; " if shortage.asked else ""
-    lines += wrapped(f"{asked}{size(available)} are available to this process now.", indent="  ")
-    lines += _list(PINNED_REMEDIES if shortage.where == "pinned" else HOST_REMEDIES[phase])
-    lines += wrapped(resume(output_dir, ""), indent="  ")
+    pinned = case.shortage.where == "pinned"
+    lines = wrapped(_head("page-locked main memory" if pinned else "main memory", case.state, case.phase))
+    asked = f"Asked for {size(case.shortage.asked)}; " if case.shortage.asked else ""
+    lines += wrapped(f"{asked}{size(case.room_bytes)} are available to this process now.", indent="  ")
+    proposed = () if pinned or case.state.on_gpu else _remedies(case)
+    lines += report.remedy_lines(proposed)
+    if not proposed:
+        lines += _list(PINNED_REMEDIES if pinned else HOST_REMEDIES[case.phase])
+    lines += wrapped(resume(case.output_dir, proposed[0].line if proposed else ""), indent="  ")
     return "\n".join(lines)
 
 
@@ -185,26 +191,28 @@ def _against_prediction(shortage: Shortage, state: State, estimate: MemoryEstima
             yield f"(the largest before: {longest.sequences} x {longest.tokens}, step {longest.step})"
 
 
-def _remedies(
-    shortage: Shortage, result: Result, estimate: MemoryEstimate, budget: int | None, length: int | None
-) -> tuple[Remedy, ...]:
-    """Changes with which it fits into `budget`, even if the prediction is off by as much as it has been."""
-    if budget is None or result.shape is None or result.device is None:
+def _remedies(case: Case) -> tuple[Remedy, ...]:
+    """Changes with which it fits into the budget, even if the prediction is off by as much as it has been."""
+    result, budget = case.result, case.budget_bytes
+    if budget is None or result is None or result.shape is None or result.estimate is None:
         return ()
-    shape, context = result.shape, result.device.context_bytes
-    largest = max(estimate.phases.values())
-    reached = (shortage.allocated or 0) + (shortage.asked or 0)
-    scale = max(1.0, reached / largest) if largest else 1.0
+    device = result.device
+    context = device.context_bytes if device is not None else 0
+    largest = max(result.estimate.phases.values())
+    reached = (case.shortage.allocated or 0) + (case.shortage.asked or 0)
+    scale = max(1.0, reached / largest) if largest and device is not None else 1.0
 
     def fits(changed: MemoryEstimate) -> bool:
+        if device is None:
+            return changed.host_bytes <= budget
         high = verdict.need_bounds(changed, context_bytes=context)[1] - context
         return high * scale + context <= budget
 
     return remedies.remedies(
-        result.run,
-        shape.model_type,
+        result.run if device is not None else replace(result.run, use_cpu=True),
+        result.shape.model_type,
         software=result.software,
-        predict=preflight.predictor(result, length=length),
+        predict=preflight.predictor(result, length=case.length),
         fits=fits,
     )
 

@@ -30,6 +30,7 @@ FUNCTIONS = {
     "_save_checkpoint": "save",
     "save_model": "save",
     "_save": "save",
+    "on_save": "save",
     "training_step": "forward_backward",
 }
 OPTIMIZER_FILES = ("/torch/optim/", "/bitsandbytes/optim/", "/accelerate/optimizer.py", "/ops/adam/")

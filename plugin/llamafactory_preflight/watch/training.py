@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import guard, handoff, host
+from llamafactory_preflight import guard, handoff
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import Settings
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.watch import aftermath, explain, heartbeat, lookalikes, record, shortage, state
 from llamafactory_preflight.watch.callback import MemoryWatch
+from llamafactory_preflight.watch.counters import host_room_bytes
 
 
 class Training:
@@ -87,18 +87,26 @@ class Training:
             sentence = lookalikes.sentence(shortage.said(error))
             return "\n".join(explain.wrapped(f"llamafactory-preflight: {sentence}")) if sentence else None
         phase = shortage.phase_of(error, self.state.phase)
-        if short.where != "gpu":
-            available = host.available_bytes()
-            return explain.on_host(short, self.state, phase=phase, available=available, output_dir=self.output_dir)
-        in_step = phase in ("forward_backward", "evaluate") and self.state.current is not None
-        length = self.state.current.tokens if in_step and self.state.current is not None else self._length()
+        length = self._length()
+        if phase in ("forward_backward", "evaluate") and self.state.current is not None:
+            length = self.state.current.tokens
         result = self._looked_at(length)
-        budget = _budget(short, result)
-        if result is not None and result.device is not None and budget is not None:
-            result = replace(result, device=replace(result.device, free_bytes=budget))
-        return explain.on_gpu(
-            short, self.state, result, phase=phase, budget=budget, length=length, output_dir=self.output_dir
+        if short.where != "gpu":
+            room, resident = host_room_bytes(), heartbeat.resident_bytes()
+            budget = room + resident if room is not None and resident is not None else None
+        else:
+            room, budget = None, _budget(short, result)
+        case = explain.Case(
+            shortage=short,
+            state=self.state,
+            phase=phase,
+            result=result,
+            budget_bytes=budget,
+            room_bytes=room,
+            length=length,
+            output_dir=self.output_dir,
         )
+        return explain.on_gpu(case) if short.where == "gpu" else explain.on_host(case)
 
     def _expected_bytes(self) -> int | None:
         self.result = self._looked_at(self._length())

@@ -1,0 +1,72 @@
+"""`llamafactory-cli preflight A.yaml --fit`: the report of a run that was made to fit, and its file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from llamafactory_preflight import arguments, fit, preflight, report, yaml_text
+from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight.result import Result
+
+
+def run(file: str, overrides: Sequence[str], *, allow: str, output: Path | None, as_json: bool, **machine: Any) -> int:
+    """Fits one file and prints its report.
+
+    Args:
+        file: A YAML file, or `-`.
+        overrides: `key=value` items.
+        allow: Names of what else may be changed, separated by commas.
+        output: Where to write the file that fits, or None.
+        as_json: Whether to print JSON.
+        **machine: The card and the memory, as `preflight.check` takes them.
+
+    Returns:
+        0: it fits, as it is or changed. 1: nothing allowed makes it fit. 2: it cannot be told.
+
+    Raises:
+        UserError: A file, an argument or an amount is faulty.
+    """
+    permitted = fit.allowed(allow)
+    if output is not None and file == "-":
+        raise UserError("-o needs a file to start from", next_step="Name a YAML file")
+    result = preflight.check(file, overrides=overrides, **machine)
+    if result.verdict.word in ("fits", "unknown"):
+        _print(result, as_json)
+        if result.verdict.word == "fits" and output is not None:
+            _write(output, file, overrides, {})
+        return result.exit_code
+    remedy = fit.fitting(result, allow=permitted)
+    if remedy is None:
+        _print(result, as_json)
+        left = ", ".join(name for name in fit.KEPT if name not in permitted)
+        more = f" Not allowed so far: --allow {left.replace(' ', '')}" if left else ""
+        print(f"Nothing that may be changed makes it fit.{more}", file=sys.stderr)
+        return 1
+    changed = fit.as_arguments(remedy.set, flags=False)
+    fitted = preflight.check(file, overrides=[*overrides, *changed], **machine)
+    _print(fitted, as_json)
+    print(f"Changed: {remedy.line}\n  costs {remedy.costs}", file=sys.stderr)
+    if output is not None:
+        _write(output, file, overrides, remedy.set)
+    return fitted.exit_code
+
+
+def _print(result: Result, as_json: bool) -> None:
+    print(report.as_json(result) if as_json else report.text(result))
+
+
+def _write(output: Path, file: str, overrides: Sequence[str], changes: Any) -> None:
+    if file.endswith(".json"):
+        raise UserError("-o writes YAML, and LLaMA-Factory may not read JSON", next_step="Start from a YAML file")
+    given = arguments.read(Path(file), overrides)
+    names = [item.partition("=")[0] for item in overrides]
+    chosen = {name: given[name] for name in names if name in given} | dict(changes)
+    text = yaml_text.changed(Path(file).read_text(encoding="utf-8"), chosen, reason="added by preflight --fit")
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{output} cannot be written: {words(error)}") from None
+    print(f"Written: {output}", file=sys.stderr)
