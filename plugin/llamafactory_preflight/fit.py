@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from llamafactory_preflight import preflight, remedies
-from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
 
@@ -19,19 +18,6 @@ KEPT = {
     "optimizer": frozenset({"optim"}),
 }
 """What stays unless it is allowed by this name. The effective batch always stays."""
-
-
-def allowed(text: str, *, where: str = "--allow") -> frozenset[str]:
-    """Reads a list of names, separated by commas.
-
-    Raises:
-        UserError: There is no such name.
-    """
-    names = frozenset(name.strip() for name in text.split(",") if name.strip())
-    unknown = sorted(names - KEPT.keys())
-    if unknown:
-        raise UserError(f"{unknown[0]!r} cannot be allowed", where=where, next_step=f"There are {', '.join(KEPT)}")
-    return names
 
 
 def fitting(result: Result, *, allow: frozenset[str], length: int | None = None) -> Remedy | None:

@@ -10,6 +10,7 @@ from typing import Any
 from llamafactory_preflight import arguments, fit, preflight, report, yaml_text
 from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.result import Result
+from llamafactory_preflight.settings import allowed
 
 
 def run(file: str, overrides: Sequence[str], *, allow: str, output: Path | None, as_json: bool, **machine: Any) -> int:
@@ -29,7 +30,7 @@ def run(file: str, overrides: Sequence[str], *, allow: str, output: Path | None,
     Raises:
         UserError: A file, an argument or an amount is faulty.
     """
-    permitted = fit.allowed(allow)
+    permitted = allowed(allow)
     if output is not None and file == "-":
         raise UserError("-o needs a file to start from", next_step="Name a YAML file")
     result = preflight.check(file, overrides=overrides, **machine)

@@ -8,7 +8,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import allocator, arguments, device, findings, host, machine, memory, preflight, report
+from llamafactory_preflight import (
+    allocator,
+    arguments,
+    device,
+    findings,
+    fit,
+    handoff,
+    host,
+    machine,
+    memory,
+    preflight,
+    report,
+)
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -17,27 +29,37 @@ from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 SHORTEST_LENGTH = 16  # Tokens of a sample that any data set may be made of.
 
 
-def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) -> None:
+def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) -> Mapping[str, Any]:
     """Reports on standard error, and ends the process before anything is loaded if that has no chance.
 
     Args:
         given: The arguments by name.
         stage: `launcher` before torchrun starts, `process` in the process that trains.
 
+    Returns:
+        In `fit` mode the arguments to change so that the run fits; else nothing.
+
     Raises:
-        SystemExit: With 1, in `block` mode, where the run cannot fit the GPU at any sample length.
+        SystemExit: With 1, in `block` and `fit` mode, where the run cannot fit the GPU at any sample length.
         UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
     """
     settings = Settings.from_environment()
     allocator.prefer_expandable_segments(os.environ)  # before anything starts CUDA
     result = looked_at(given, settings, stage=stage)
     print(report.text(result), file=sys.stderr, flush=True)
+    if settings.mode == "fit" and result.verdict.word in ("tight", "will_not_fit"):
+        # Ranks that torchrun started without our parent might each choose something else.
+        remedy = fit.fitting(result, allow=settings.allow) if handoff.is_alone() or stage == "launcher" else None
+        if remedy is not None:
+            print(report.fitted(remedy), file=sys.stderr, flush=True)
+            return remedy.set
     if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
-        return
+        return {}
     if not _fits_when_short(result):
         print(report.REFUSAL, file=sys.stderr, flush=True)
         raise SystemExit(1)
     print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
+    return {}
 
 
 def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:

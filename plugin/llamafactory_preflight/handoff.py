@@ -53,6 +53,11 @@ def speaks() -> bool:
     return os.environ.get("LOCAL_RANK", "0") == "0" and os.environ.get("RANK", "0") == "0"
 
 
+def is_alone() -> bool:
+    """Whether this run has one process only."""
+    return os.environ.get("WORLD_SIZE", "1") == "1"
+
+
 def say(message: str) -> None:
     """Writes one line to standard error, so that standard output stays LLaMA-Factory's; training goes on without."""
     with suppress(OSError, ValueError):

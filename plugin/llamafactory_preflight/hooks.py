@@ -51,7 +51,7 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         _run_own_subcommand()  # `python -m llamafactory.cli` comes here without passing the `main` that we wrapped
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
-            _fail_open(functools.partial(_check, arguments, "launcher"), None)
+            sys.argv += _fail_open(functools.partial(_check, arguments, "launcher"), [])
         try:
             result = original(*args, **kwargs)
         except Exception as error:
@@ -71,7 +71,9 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_train_args(args: dict[str, Any] | list[str] | None = None, *others: Any, **named: Any) -> Any:
         if args:
-            _fail_open(functools.partial(_check, args, "process"), None)
+            none: list[str] = []
+            changes = _fail_open(functools.partial(_check, args, "process"), none)
+            args = _fail_open(functools.partial(_with_changes, args, changes), args)
         if isinstance(args, dict):
             args = _fail_open(functools.partial(_with_found_paths, args), args)
         handoff.remember(args)
@@ -196,17 +198,30 @@ def _run_own_subcommand() -> None:
         raise SystemExit(cli.main(sys.argv[1:]))
 
 
-def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> None:
+def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> list[str]:
+    """Looks at a run and returns what is to be added to its command line so that it fits: in `fit` mode only."""
     if "-h" in given or "--help" in given or (stage == "process" and not handoff.speaks()):
-        return
-    from llamafactory_preflight import arguments, guard
+        return []
+    from llamafactory_preflight import arguments, fit, guard
 
     by_name = given if isinstance(given, dict) else arguments.read(given)
     if handoff.is_checked(by_name):
-        return
+        return []
     if stage == "launcher":  # before the check: a child does not repeat one that failed
         handoff.mark_checked(by_name, config_file=sys.argv[2])
-    guard.train(by_name, stage=stage)
+    changes = guard.train(by_name, stage=stage)
+    if changes and stage == "launcher":
+        handoff.mark_checked(by_name | dict(changes), config_file=sys.argv[2])
+    flags = isinstance(given, list) and not given[0].endswith(arguments.CONFIG_SUFFIXES)
+    return fit.as_arguments(changes, flags=flags)
+
+
+def _with_changes(given: dict[str, Any] | list[str], changes: list[str]) -> dict[str, Any] | list[str]:
+    if isinstance(given, list):
+        return [*given, *changes]
+    from omegaconf import OmegaConf
+
+    return given | {str(key): value for key, value in OmegaConf.from_cli(changes).items()}
 
 
 def _check_data(dataset_module: Mapping[str, Any]) -> None:

@@ -148,6 +148,13 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {"set": dict(remedy.set), "peak_allocated_bytes": peak, "costs": remedy.costs}
 
 
+def fitted(remedy: Remedy) -> str:
+    """What was changed of a run that is about to start."""
+    largest = size(max(remedy.estimate.phases.values()))
+    sentence = f"llamafactory-preflight: changed to fit (LLAMAFACTORY_PREFLIGHT=fit): {largest}, costs {remedy.costs}"
+    return "\n".join([*_wrapped(sentence, indent=""), f"    {remedy.line}"])
+
+
 def remedy_lines(remedies: Sequence[Remedy]) -> list[str]:
     """Changes with which a run fits, each as it is added to the command."""
     if not remedies:

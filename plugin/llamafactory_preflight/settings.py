@@ -12,6 +12,7 @@ from llamafactory_preflight.errors import UserError
 
 PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
 TEMPLATE_VARIABLE = "LLAMAFACTORY_TEMPLATE"
+ALLOW_VARIABLE = "LLAMAFACTORY_PREFLIGHT_ALLOW"
 GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"
 TURNS_VARIABLE = "LLAMAFACTORY_TEMPLATE_TURNS"
 LOSS_VARIABLE = "LLAMAFACTORY_TEMPLATE_LOSS"
@@ -19,6 +20,7 @@ EMPTY_THINK_VARIABLE = "LLAMAFACTORY_TEMPLATE_EMPTY_THINK"
 
 Mode = Literal["block", "warn", "fit", "off"]
 TemplateMode = Literal["fix", "warn", "off"]
+ALLOWABLE = ("quantization", "cutoff", "precision", "method", "optimizer")
 MODES = ("block", "warn", "fit", "off")
 TEMPLATE_MODES = ("fix", "warn", "off")
 Turns = Literal["split", "last", "concat"]
@@ -36,6 +38,7 @@ class Settings:
     Attributes:
         mode: `block` stops a run that cannot fit, `warn` only says so, `fit` may change the run, `off` does nothing.
         template: `fix` repairs the chat template, `warn` only says what differs, `off` does nothing.
+        allow: What `fit` may change too, as `--allow` names it.
         gpu: Another card to plan for, as `--gpu` takes it, or None for the one in this machine.
         turns: Of a conversation that is trained otherwise than it is served, `split` makes one sample per answer,
             `last` trains the last answer only, `concat` trains all of them in one text as LLaMA-Factory does.
@@ -45,6 +48,7 @@ class Settings:
 
     mode: Mode = "block"
     template: TemplateMode = "fix"
+    allow: frozenset[str] = frozenset()
     gpu: str | None = None
     turns: Turns = "split"
     loss: Loss = "all"
@@ -61,11 +65,27 @@ class Settings:
         return cls(
             mode=cast(Mode, _choice(env, PREFLIGHT_VARIABLE, MODES)),
             template=cast(TemplateMode, _choice(env, TEMPLATE_VARIABLE, TEMPLATE_MODES)),
+            allow=allowed(env.get(ALLOW_VARIABLE, ""), where=ALLOW_VARIABLE),
             gpu=env.get(GPU_VARIABLE, "").strip() or None,
             turns=cast(Turns, _choice(env, TURNS_VARIABLE, TURNS)),
             loss=cast(Loss, _choice(env, LOSS_VARIABLE, LOSSES)),
             empty_think=cast(EmptyThink, _choice(env, EMPTY_THINK_VARIABLE, EMPTY_THINKS)),
         )
+
+
+def allowed(text: str, *, where: str = "--allow") -> frozenset[str]:
+    """Reads a list of names, separated by commas.
+
+    Raises:
+        UserError: There is no such name.
+    """
+    names = frozenset(name.strip() for name in text.split(",") if name.strip())
+    unknown = sorted(names - set(ALLOWABLE))
+    if unknown:
+        raise UserError(
+            f"{unknown[0]!r} cannot be allowed", where=where, next_step=f"There are {', '.join(ALLOWABLE)}"
+        )
+    return names
 
 
 def is_enabled(environ: Mapping[str, str], variable: str) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import guard, handoff
+from llamafactory_preflight import arguments, guard, handoff
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import Settings
@@ -26,7 +26,7 @@ class Training:
     """
 
     def __init__(self, given: Mapping[str, Any], callbacks: list[Any]) -> None:
-        self.given = given
+        self._given = given
         self.state = state.of_rank(os.environ)
         self.output_dir = str(given["output_dir"]) if given.get("output_dir") else None
         self.result: Result | None = None
@@ -34,6 +34,12 @@ class Training:
         self.callback = MemoryWatch(self.state, expected_bytes=self._expected_bytes, beside=callbacks)
         callbacks.append(self.callback)
         self._heartbeat = heartbeat.Heartbeat(Path(self.output_dir), self.state) if self.output_dir else None
+
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """The arguments as LLaMA-Factory has got them in the end."""
+        last = handoff.remembered()
+        return self._given if last is None else last if isinstance(last, dict) else arguments.read(last)
 
     def begin(self) -> None:
         """Tells of a run in the same folder that was killed, and begins to write the heartbeat."""
