@@ -52,8 +52,8 @@ CASES: list[dict[str, Any]] = [
         "says": "in the optimizer step of step 1", "remedy": True,
     },
     {
-        "id": "evaluate", "cap_gib": 3, "args": EVALUATION | {"cutoff_len": 256}, "says": "in the evaluation of step 1",
-        "remedy": True,
+        "id": "evaluate", "cap_gib": 3, "args": EVALUATION | {"cutoff_len": 256},
+        "says": "in the evaluation of step 1", "remedy": True,
     },
     {
         "id": "save", "cap_gib": 3, "args": {"cutoff_len": 256, "save_strategy": "steps", "save_steps": 2},
@@ -74,7 +74,9 @@ def prepare(case: dict[str, Any]) -> dict[str, Any]:
     if "lengths" in case:
         folder = Path(args["dataset_dir"]).parent / "late"
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [{"instruction": f"story {i}", "input": "", "output": "story " * n} for i, n in enumerate(case["lengths"])]
+        rows = [
+            {"instruction": f"story {i}", "input": "", "output": "story " * n} for i, n in enumerate(case["lengths"])
+        ]
         (folder / "rows.json").write_text(json.dumps(rows))
         (folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
         args |= {"dataset_dir": str(folder), "disable_shuffling": True}

@@ -142,14 +142,14 @@ def write_json(file: Path, content: Mapping[str, Any]) -> None:
 
 
 def _lives(beat: Mapping[str, Any]) -> bool:
-    """Whether the process that wrote this is still there; of another machine only its file's age tells."""
+    """Whether the process that wrote this is still there; where nobody can look, its file's age tells."""
     if beat.get("ended"):
         return False
-    name = str(beat.get("machine", "")).partition(" ")[0]
-    if name != socket.gethostname():
+    began, name = beat.get("started_at"), str(beat.get("machine", "")).partition(" ")[0]
+    if began is None or name != socket.gethostname():
         return time.time() - float(beat.get("beat_at", 0)) < 30 * INTERVAL_SECONDS
     pid = int(beat.get("pid", 0))
-    return beat.get("machine") == machine() and pid != os.getpid() and started_at(pid) == beat.get("started_at")
+    return beat.get("machine") == machine() and pid != os.getpid() and started_at(pid) == began
 
 
 def _remove_empty(*folders: Path) -> None:

@@ -1,0 +1,203 @@
+"""What `--fit` changes: enough, no more than it may, and only what is written down."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from llamafactory_preflight import cli, fit, memory, preflight, yaml_text
+from llamafactory_preflight.device import Device
+from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.result import Result
+from llamafactory_preflight.run import RunDescription, from_arguments
+from llamafactory_preflight.settings import ALLOWABLE
+from test_remedies import FRACTIONS, SETTINGS, SIZES, SOFTWARE, arguments, shape
+
+
+GIB = 2**30
+EVERYTHING = frozenset(ALLOWABLE)
+MAY_NOT_CHANGE = {"quantization_bit", "cutoff_len", "bf16", "pure_bf16", "finetuning_type"}
+YAML = """\
+# mine
+model_name_or_path: model
+stage: sft
+do_train: true
+finetuning_type: lora
+dataset: identity
+template: qwen3
+cutoff_len: 4096  # long
+per_device_train_batch_size: 8
+bf16: true
+output_dir: saves/x
+"""
+
+
+def looked_at(run: RunDescription, size: str, budget: int) -> Result:
+    """A preflight of a run that gets `budget` bytes of a card."""
+    card = Device(name="card", total_bytes=80 * GIB, free_bytes=budget)
+    estimate = memory.estimate(run, shape(size), software=SOFTWARE)
+    return Result(
+        origin="test", run=run, software=SOFTWARE, shape=shape(size), estimate=estimate, device=card, devices=(card,),
+        host_budget_bytes=None, verdict=preflight.judge(estimate, card, None), findings=(), resolved=(),
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    result: Result
+    within_bounds: Remedy | None
+    with_all: Remedy | None
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> list[Case]:
+    """Runs that do not fit, as they are changed by default and with all allowed."""
+    out = []
+    folder = tmp_path_factory.mktemp("out")
+    for size, settings, fraction in itertools.product(SIZES, SETTINGS, FRACTIONS):
+        run = from_arguments(arguments(settings, folder), software=SOFTWARE, origin="test")
+        run = dataclasses.replace(run, use_cpu=False)
+        largest = max(memory.estimate(run, shape(size), software=SOFTWARE).phases.values())
+        result = looked_at(run, size, int(largest * fraction))
+        out.append(
+            Case(
+                result=result,
+                within_bounds=fit.fitting(result, allow=frozenset()),
+                with_all=fit.fitting(result, allow=EVERYTHING),
+            )
+        )
+    return out
+
+
+def verdict_with(case: Case, remedy: Remedy) -> str:
+    """What preflight says of the changed run, from the beginning."""
+    assert case.result.device is not None and case.result.shape is not None
+    changed = dataclasses.replace(case.result.run, **remedy.set)
+    estimate = memory.estimate(changed, case.result.shape, software=SOFTWARE)
+    return preflight.judge(estimate, case.result.device, None).word
+
+
+def test_at_least_thirty_runs_that_do_not_fit_end_in_one_that_does(cases: list[Case]) -> None:
+    fitted = [case for case in cases if case.with_all is not None]
+    assert all(case.result.verdict.word != "fits" for case in cases)
+    assert len(fitted) >= 30
+    assert {verdict_with(case, case.with_all) for case in fitted if case.with_all} == {"fits"}
+
+
+def test_what_is_not_allowed_stays_and_so_does_the_effective_batch(cases: list[Case]) -> None:
+    changed = [(case, case.within_bounds) for case in cases if case.within_bounds is not None]
+    assert len(changed) >= 30
+    for case, remedy in changed:
+        assert not MAY_NOT_CHANGE & remedy.set.keys()
+        assert remedy.set.get("optim", "adamw_torch_fused") == "adamw_torch_fused"
+        assert verdict_with(case, remedy) == "fits"
+    for case in cases:
+        for found in (case.within_bounds, case.with_all):
+            after = dataclasses.replace(case.result.run, **(found.set if found else {}))
+            batches = [
+                run.per_device_train_batch_size * run.gradient_accumulation_steps for run in (case.result.run, after)
+            ]
+            assert batches[0] == batches[1]
+
+
+def test_an_allowed_name_brings_runs_that_nothing_else_could(cases: list[Case]) -> None:
+    only_with_all = [case for case in cases if case.within_bounds is None and case.with_all is not None]
+    assert only_with_all
+    assert all(case.with_all and MAY_NOT_CHANGE | {"optim"} & case.with_all.set.keys() for case in only_with_all)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    config = {
+        "model_type": "qwen3", "hidden_size": 4096, "num_hidden_layers": 36, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 12288, "vocab_size": 151936,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "model/config.json").write_text(json.dumps(config))
+    (tmp_path / "a.yaml").write_text(YAML)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def preflight_of(*words: str) -> int:
+    return cli.main(["preflight", *words])
+
+
+def test_the_written_file_fits_and_keeps_order_and_comments(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight_of("a.yaml", "--gpu", "24GiB") == 1
+    assert preflight_of("a.yaml", "--gpu", "24GiB", "--fit", "-o", "b.yaml") == 0
+    assert "Changed: " in capsys.readouterr().err
+    assert preflight_of("b.yaml", "--gpu", "24GiB") == 0
+    assert "FITS" in capsys.readouterr().out
+    before, after = YAML.splitlines(), (folder / "b.yaml").read_text().splitlines()
+    assert after[: len(before)][:8] == before[:8]
+    assert any(line.endswith("# was 8") for line in after)
+
+
+def test_where_nothing_allowed_fits_it_says_so_and_exits_with_1(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preflight_of("a.yaml", "--gpu", "12GiB", "--fit", "-o", "b.yaml") == 1
+    assert "Nothing that may be changed makes it fit" in capsys.readouterr().err
+    assert not (folder / "b.yaml").exists()
+    assert preflight_of("a.yaml", "--gpu", "12GiB", "--fit", "--allow", "quantization", "-o", "b.yaml") == 0
+    assert yaml.safe_load((folder / "b.yaml").read_text())["quantization_bit"] == 4
+
+
+def test_what_fits_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight_of("a.yaml", "cutoff_len=512", "--gpu", "80GiB", "--fit", "-o", "b.yaml") == 0
+    assert "Changed" not in capsys.readouterr().err
+    assert yaml.safe_load((folder / "b.yaml").read_text()) == yaml.safe_load(YAML) | {"cutoff_len": 512}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("a.yaml", "--fit", "--allow", "batch"), "'batch' cannot be allowed"),
+        (("-", "--fit", "-o", "b.yaml"), "-o needs a file"),
+        (("a.yaml", "a.yaml", "--fit"), "one file at a time"),
+        (("a.yaml", "--fit", "-o", "no/such/b.yaml", "--gpu", "24GiB"), "cannot be written"),
+    ],
+)
+def test_faulty_input_is_one_message(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+) -> None:
+    assert preflight_of(*words) == 2
+    assert reason in capsys.readouterr().err
+
+
+def test_values_are_replaced_where_they_stand_and_others_are_added() -> None:
+    text = "a: 1  # one\nb:  true\n# c: 5\nnested:\n  a: 7\n"
+    new = yaml_text.changed(text, {"a": 2, "b": False, "c": "x"}, reason="added")
+    assert yaml.safe_load(new) == {"a": 2, "b": False, "c": "x", "nested": {"a": 7}}
+    assert new.splitlines()[:2] == ["a: 2  # was 1", "b: false  # was true"] and "# c: 5" in new
+
+
+def test_a_value_that_is_already_there_keeps_its_comment() -> None:
+    assert yaml_text.changed("a: 1  # one\n", {"a": 1}, reason="added") == "a: 1  # one\n"
+
+
+def test_arguments_are_written_as_the_command_line_has_them() -> None:
+    changed = {"cutoff_len": 512, "bf16": False}
+    assert fit.as_arguments(changed, flags=False) == ["cutoff_len=512", "bf16=false"]
+    assert fit.as_arguments(changed, flags=True) == ["--cutoff_len", "512", "--bf16", "false"]
+
+
+def test_fit_needs_neither_torch_nor_llamafactory() -> None:
+    code = "import sys; from llamafactory_preflight import fit, fit_command; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_every_allowable_name_keeps_something() -> None:
+    assert set(fit.KEPT) == set(ALLOWABLE)
+    names: set[str] = set().union(*fit.KEPT.values())
+    assert names <= {field.name for field in dataclasses.fields(RunDescription)}
