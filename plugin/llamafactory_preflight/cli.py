@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from llamafactory_preflight.errors import UserError, words
 
@@ -88,7 +88,7 @@ def _preflight(argv: Sequence[str]) -> int:
         epilog="Exit codes: 0 fits or tight, 1 will not fit, 2 cannot tell or faulty input; the worst of several.",
     )
     parser.add_argument(
-        "items", nargs="+", metavar="FILE|key=value", help="YAML or JSON files, `-`, and overrides for all"
+        "items", nargs="*", metavar="FILE|key=value", help="YAML or JSON files, `-`, and overrides for all"
     )
     parser.add_argument("--gpu", help="plan for this card: its memory (24GiB) or name (rtx4090)")
     parser.add_argument("--free", help="what the allocator may use on the card, CUDA context left out (21.5GiB)")
@@ -101,24 +101,21 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
     parser.add_argument("--allow", default="", help="what --fit may change too: quantization,cutoff,precision,...")
-    parser.add_argument("-o", "--output", type=Path, help="write what --fit found to this file")
+    parser.add_argument("-o", "--output", type=Path, help="write what --fit or --tune found to this file")
+    parser.add_argument("--tune", action="store_true", help="find the fastest settings that fit and train the same")
+    parser.add_argument("--model", help="with --tune: make a preset for this model instead of reading a file")
+    parser.add_argument("--method", default="lora", help="of that preset: lora, qlora, full or freeze")
     options = parser.parse_intermixed_args(_amounts_joined(argv))
     from llamafactory_preflight import preflight, report
     from llamafactory_preflight.software import Software
 
     overrides = [item for item in options.items if "=" in item and not os.path.exists(item)]
     files = [item for item in options.items if item not in overrides]
-    if not files:
+    if options.model is None and not files:
         raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
     machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
-    if options.fit:
-        if len(files) > 1:
-            raise UserError("--fit takes one file at a time")
-        from llamafactory_preflight import fit_command
-
-        return fit_command.run(
-            files[0], overrides, allow=options.allow, output=options.output, as_json=options.json, **machine
-        )
+    if options.fit or options.tune or options.model:
+        return _changed(options, files, overrides, machine)
     worst = 0
     for position, file in enumerate(files):
         try:
@@ -135,6 +132,20 @@ def _preflight(argv: Sequence[str]) -> int:
         else:
             print(f"{chr(10) if position else ''}{report.text(result)}")
     return worst
+
+
+def _changed(options: argparse.Namespace, files: list[str], overrides: list[str], machine: dict[str, Any]) -> int:
+    """The report of a run that was changed to fit or to be faster."""
+    if len(files) + (options.model is not None) > 1 or (options.fit and options.tune):
+        raise UserError("--fit and --tune take one file at a time, and one of them", next_step="Leave one out")
+    from llamafactory_preflight import fit_command, tune_command
+
+    where = {"output": options.output, "as_json": options.json, **machine}
+    if options.model is not None:
+        return tune_command.create(options.model, options.method, **where)
+    if options.tune:
+        return tune_command.run(files[0], overrides, **where)
+    return fit_command.run(files[0], overrides, allow=options.allow, **where)
 
 
 def _amounts_joined(argv: Sequence[str]) -> list[str]:
