@@ -63,7 +63,10 @@ CASES: list[dict[str, Any]] = [
         "id": "neighbour", "leave_gib": 3, "args": {"per_device_train_batch_size": 8},
         "says": "in the forward or backward pass of step 1",
     },
-    {"id": "fits", "cap_gib": 6, "args": {"cutoff_len": 512}, "finishes": True},
+    {
+        "id": "fits", "cap_gib": 6, "args": {"cutoff_len": 512}, "finishes": True,
+        "env": {"LLAMAFACTORY_PREFLIGHT_SNAPSHOT": "2"},
+    },
 ]  # fmt: skip
 
 
@@ -110,12 +113,16 @@ def run_here(case: dict[str, Any], args: dict[str, Any]) -> dict[str, Any]:
         written = json.loads(record.read_text())
         row["measurement"], row["prediction"] = written["measurement"], written["prediction"]
         row["watch_seconds"] = written["ranks"][0]["watch_seconds"]
+    snapshot = Path(args["output_dir"]) / "preflight_snapshot/rank_0"
+    if case.get("env"):
+        tables = [file.read_text() for file in snapshot.glob("*.txt")]
+        row |= {"told": "".join(tables), "pictures": [str(file) for file in snapshot.glob("*.png")]}
     return row | {"seconds": round(time.time() - began, 1)}
 
 
 def child(case: dict[str, Any], args: dict[str, Any], log: Path) -> dict[str, Any]:
     """Runs one case in a process of its own."""
-    env = os.environ | {"LLAMAFACTORY_PREFLIGHT": "warn", "LLAMAFACTORY_TEMPLATE": "off"}
+    env = os.environ | {"LLAMAFACTORY_PREFLIGHT": "warn", "LLAMAFACTORY_TEMPLATE": "off"} | case.get("env", {})
     with open(log, "w") as stream:
         done = subprocess.run(
             [sys.executable, __file__, "--child"], input=json.dumps([case, args]), env=env, stderr=stream, text=True,
@@ -150,7 +157,11 @@ def provoke(case: dict[str, Any], out: Path) -> dict[str, Any]:
     with neighbour(case["leave_gib"]) if "leave_gib" in case else contextlib.nullcontext():
         row = child(case, args, out.with_suffix(f".{case['id']}.log"))
     told = row.get("told", "")
-    row["right"] = bool(row.get("finished")) if case.get("finishes") else case["says"] in " ".join(told.split())
+    row["right"] = (
+        bool(row.get("finished") and row.get("pictures"))
+        if case.get("finishes")
+        else case["says"] in " ".join(told.split())
+    )
     remedy = re.search(r"It fits with .*?\n    (\S+=\S.*)\n", told)
     if remedy is not None and "cap_gib" in case:
         import yaml

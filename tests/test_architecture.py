@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / "llamafactory_preflight"
 SIMULATION = PACKAGE / "simulate"  # runs the real step, so it needs the real packages
 FIXER = PACKAGE / "fixer"  # runs inside LLaMA-Factory
-WATCH = {PACKAGE / "watch" / f"{part}.py" for part in ("callback", "counters", "training")}  # so do these
+WATCH = {PACKAGE / "watch" / f"{part}.py" for part in ("callback", "counters", "snapshot", "training")}  # so do these
 FILES = sorted(PACKAGE.rglob("*.py"))
 CORE = [file for file in FILES if file not in WATCH and not {SIMULATION, FIXER} & set(file.parents)]
 HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "datasets", "numpy", "deepspeed", "rich"}

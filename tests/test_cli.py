@@ -104,7 +104,7 @@ FAULTS = {
     "a long override": (["a.yaml", f"model_name_or_path={'x' * 300}/y", "--gpu", "24GiB"], "does not exist"),
     "no unit": (["a.yaml", "--gpu", "24"], "'24' has no unit (--gpu). Write 24GiB."),
     "neither GPU nor plan": (["a.yaml"], "no GPU here"),
-    "no file at all": (["--gpu", "24GiB"], "required"),
+    "no file at all": (["--gpu", "24GiB"], "No file is given"),
     "only overrides": (["a=1", "--gpu", "24GiB"], "No file is given"),
     "unknown option": (["a.yaml", "--gpus", "two"], "invalid int value"),
 }

@@ -132,3 +132,32 @@ def test_what_is_installed_is_not_installed_again(run: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize("path", [*ROOT.glob("scripts/*.sh"), ROOT / ".ci/run"], ids=lambda path: path.name)
 def test_shell_syntax(path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""
+
+
+def test_a_row_to_share_holds_no_path_and_no_name() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import measure_peak
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    given = {
+        "model_name_or_path": "/home/me/secret-model", "output_dir": "/home/me/out", "hf_hub_token": "hf_x",
+        "lora_rank": 4, "swanlab_api_key": "k", "dataset": "mine", "stage": "sft", "cutoff_len": 128, "run_name": "me",
+    }  # fmt: skip
+    config = {"model_type": "qwen3", "hidden_size": 64, "_name_or_path": "/home/me/secret-model"}
+    case = measure_peak.case_of(given, 3)
+    row = {"ok": True, "peak_allocated_gib": 1.5, "args": {"output_dir": "/tmp/x"}, "error": "/home/me"}
+    shared = measure_peak.row_to_share(case, config, row, card="A100", predicted_gib=1.5)
+    assert case["args"] == {"lora_rank": 4, "stage": "sft", "cutoff_len": 128, "max_steps": 3}
+    assert shared == {
+        "shape": {"model_type": "qwen3", "hidden_size": 64}, "args": case["args"], "ok": True,
+        "peak_allocated_gib": 1.5, "card": "A100", "predicted_gib": 1.5,
+    }  # fmt: skip
+
+
+def test_measuring_needs_a_card_and_says_so(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model_name_or_path: x\n")
+    done = run(["python", ROOT / "scripts/measure_peak.py", "a.yaml"], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2 and done.stderr.startswith("error: There is no NVIDIA GPU")
+    done = run(["python", ROOT / "scripts/provoke_oom.py", "out"], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 2 and "no CUDA card" in done.stdout

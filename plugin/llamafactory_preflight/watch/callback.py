@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from transformers import Trainer, TrainerCallback
@@ -13,11 +15,13 @@ from llamafactory_preflight import handoff
 from llamafactory_preflight.units import gib
 from llamafactory_preflight.watch import trainer_log
 from llamafactory_preflight.watch.counters import Counters, counters, host_peak_bytes
+from llamafactory_preflight.watch.snapshot import FOLDER, StepSnapshot
 from llamafactory_preflight.watch.state import Batch, State
 
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LOG = "log"
+SNAPSHOT_VARIABLE = "LLAMAFACTORY_PREFLIGHT_SNAPSHOT"
 
 
 def _timed(method: _F) -> _F:
@@ -55,6 +59,7 @@ class MemoryWatch(TrainerCallback):
         self._counters: Counters | None = None
         self._hook: Any = None
         self._log: Callable[..., None] | None = None
+        self._snapshot: StepSnapshot | None = None
 
     @_timed
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -73,17 +78,32 @@ class MemoryWatch(TrainerCallback):
         self.state.held_bytes["load"] = self._counters.current()[0]
         self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._log_with_memory()
+        step = os.environ.get(SNAPSHOT_VARIABLE, "")
+        if step.isdigit() and self.state.on_gpu:
+            self._snapshot = StepSnapshot(int(step), Path(args.output_dir) / FOLDER / f"rank_{self.state.rank}")
+        elif step:
+            handoff.warn_once(f"{SNAPSHOT_VARIABLE}={step} takes the number of a step, and a run on a GPU")
 
     @_timed
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the first micro-batch of a step."""
         self.state.step = state.global_step + 1
         self._enter("forward_backward")
+        if self._snapshot is not None and self._snapshot.step == self.state.step:
+            self._snapshot.begin(kwargs["model"])
 
     @_timed
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are clipped."""
         self._enter("optimizer_step")
+        if self._snapshot is not None and self._snapshot.step == self.state.step:
+            self._snapshot.before_optimizer()
+
+    @_timed
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Weights are updated."""
+        if self._snapshot is not None and self._snapshot.step == self.state.step:
+            self._snapshot.after_optimizer(kwargs.get("optimizer"))
 
     @_timed
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -91,6 +111,11 @@ class MemoryWatch(TrainerCallback):
         self._enter("evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward")
         if self._counters is not None:
             self.state.held_bytes["steps"] = self._counters.current()[0]
+        if self._snapshot is not None and self._snapshot.step == self.state.step:
+            size = self.state.longest.size if self.state.longest is not None else 0
+            vocabulary = getattr(kwargs["model"].config, "vocab_size", 0) or 0
+            self._snapshot.end(logits_bytes=2 * size * vocabulary)
+            self._snapshot = None
 
     @_timed
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -78,7 +78,8 @@ class Training:
         text = None if isinstance(error, (SystemExit, KeyboardInterrupt)) else self._explained(error)
         if text is not None:
             error.add_note(f"\n{text}")
-        self._end_heartbeat({"outcome": "failed", "explanation": text} if text else None)
+        has_parent = "TORCHELASTIC_RUN_ID" in os.environ
+        self._end_heartbeat({"outcome": "failed", "explanation": text} if text and has_parent else None)
         if text is not None and self.output_dir is not None and handoff.speaks():
             self.callback.finish()
             self._write([self.state.as_dict()])

@@ -1,0 +1,130 @@
+"""Measures the true peak memory of your own YAML on your own card, with the prediction beside it.
+
+usage: python scripts/measure_peak.py A.yaml [key=value ...] [--steps 3] [--share]
+
+No weights are downloaded: a checkpoint of zeros in the model's real shapes takes their place, which memory does not
+notice, and every sample is as long as `cutoff_len`. It takes about a minute. Nothing is saved, evaluated or reported.
+`--share` prints one JSON row without paths or names, for the project's table of measured runs. One GPU, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import measure_runs
+
+
+SCRIPTS = Path(__file__).resolve().parent
+# What names files, accounts or places, or decides what is reported and saved: replaced or left out.
+LEFT_OUT = {
+    "model_name_or_path", "dataset", "eval_dataset", "dataset_dir", "media_dir", "output_dir", "cache_dir",
+    "tokenized_path", "resume_from_checkpoint", "run_name", "report_to", "logging_dir", "deepspeed", "val_size",
+    "eval_strategy", "eval_steps", "do_eval", "do_predict", "save_steps", "save_strategy", "plot_loss", "max_samples",
+    "num_train_epochs", "max_steps", "template", "streaming", "overwrite_output_dir", "adapter_name_or_path",
+    "model_revision", "trust_remote_code", "warmup_ratio", "warmup_steps", "logging_steps", "enable_thinking",
+    "preprocessing_num_workers", "dataloader_num_workers", "overwrite_cache", "ddp_timeout", "load_best_model_at_end",
+    "use_swanlab", "ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters", "adapter_folder",
+}  # fmt: skip
+SHAPE = (
+    *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok"),
+    "moe_intermediate_size",
+)
+
+
+def case_of(given: dict[str, Any], steps: int) -> dict[str, Any]:
+    """The case that `measure_runs` runs in place of a user's run."""
+    secret = ("token", "key", "secret", "url", "id", "path", "dir")
+    args = {
+        name: value
+        for name, value in given.items()
+        if name not in LEFT_OUT and not any(name.endswith(f"_{word}") for word in secret)
+    }
+    return {"id": "mine", "model": "mine", "args": args | {"max_steps": steps}}
+
+
+def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
+    """Runs the case in a process of its own and returns its row."""
+    root = measure_runs.ROOT
+    shutil.rmtree(root / "models" / "mine", ignore_errors=True)
+    root.mkdir(parents=True, exist_ok=True)
+    plan, out = root / "mine.json", root / "mine.jsonl"
+    plan.write_text(json.dumps({"models": {"mine": config}, "cases": [case]}))
+    out.unlink(missing_ok=True)
+    command = [sys.executable, str(SCRIPTS / "measure_runs.py"), str(plan), str(out), "--jobs", "1"]
+    subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
+    if not out.is_file():
+        return {"ok": False, "error": f"the run died; its log is {root / 'mine.log'}"}
+    return dict(json.loads(out.read_text().splitlines()[-1]))
+
+
+def row_to_share(case: dict[str, Any], config: dict[str, Any], row: dict[str, Any], **more: Any) -> dict[str, Any]:
+    """What can be published: shapes and figures, no paths and no names."""
+    figures = ("ok", "loaded_allocated_gib", "peak_allocated_gib", "peak_reserved_gib", "trainable_params")
+    return {
+        "shape": {name: config[name] for name in SHAPE if name in config},
+        "args": case["args"],
+        **{name: row[name] for name in figures if name in row},
+        **more,
+    }
+
+
+def main() -> int:
+    """Measures one YAML."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("items", nargs="+", metavar="FILE|key=value")
+    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to run")
+    parser.add_argument("--share", action="store_true", help="print a row for the project's table")
+    options = parser.parse_args()
+    with contextlib.suppress(ImportError):
+        sys.path.append(str(SCRIPTS.parent / "plugin"))  # where the package is not installed
+    from llamafactory_preflight import allocator, arguments, device, hub, preflight
+    from llamafactory_preflight.errors import Unmodelled, UserError
+
+    try:
+        given = arguments.read(options.items)
+        cards = device.visible()
+        if not cards:
+            raise UserError("There is no NVIDIA GPU here to measure on")
+        if given.get("deepspeed") or given.get("fsdp"):
+            raise UserError("Runs with DeepSpeed or FSDP are not measured here", next_step="Leave `deepspeed` out")
+        model = hub.find(str(given.get("model_name_or_path")), revision=str(given.get("model_revision", "main")))
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
+        allocator.prefer_expandable_segments(env)
+        os.environ.update({name: env[name] for name in allocator.VARIABLES if name in env})
+        case, config = case_of(given, options.steps), dict(model.config)
+        result = preflight.check(given, overrides=[], device=0)
+    except Unmodelled as error:
+        print(f"error: {error.reason}.", file=sys.stderr)
+        return 2
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    row = measured(case, config, env)
+    predicted = result.estimate.peak_allocated_bytes / measure_runs.GIB if result.estimate else None
+    if options.share:
+        more = {"card": cards[0].name, "predicted_gib": predicted and round(predicted, 4)}
+        print(json.dumps(row_to_share(case, config, row, **more, versions=result.software.as_dict())))
+        return 0 if row.get("ok") else 1
+    if not row.get("ok"):
+        print(f"It did not get through: {row.get('out_of_memory') or row.get('error')}")
+    peak = row.get("peak_allocated_gib")
+    print(
+        f"measured   {peak} GiB allocated, {row.get('peak_reserved_gib')} GiB reserved" if peak else "measured   none"
+    )
+    print(f"predicted  {predicted:.2f} GiB allocated" if predicted is not None else "predicted  unknown")
+    if peak and predicted and row.get("ok"):
+        print(f"difference {predicted - peak:+.3f} GiB ({predicted / peak - 1:+.2%})")
+    return 0 if row.get("ok") else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
