@@ -93,7 +93,7 @@ def main() -> int:
         given = arguments.read(options.items)
         cards = device.visible()
         if not cards:
-            raise UserError("There is no NVIDIA GPU here to measure on")
+            raise UserError("There is no GPU here to measure on")
         if given.get("deepspeed") or given.get("fsdp"):
             raise UserError("Runs with DeepSpeed or FSDP are not measured here", next_step="Leave `deepspeed` out")
         model = hub.find(str(given.get("model_name_or_path")), revision=str(given.get("model_revision", "main")))

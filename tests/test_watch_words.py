@@ -149,7 +149,7 @@ def test_the_answer_names_phase_amounts_neighbours_growth_and_remedies(tmp_path:
     flat = " ".join(text.split())
     assert "ran out of GPU memory in the forward or backward pass of step 123" in flat
     assert "asked for 8.00 GiB; 1.00 GiB were free of 80.00 GiB" in flat
-    assert "Process 1 (" in flat and "4.00 GiB of the card" in flat
+    assert "Process 1" in flat and "has 4.00 GiB of the card" in flat
     assert "activations, gradients and logits since step 17: 52.40 GiB instead of" in flat
     assert "8 x 9000 tokens (the largest before: 8 x 2048, step 17)" in flat
     assert "enable_liger_kernel=true" in flat and "takes " in flat

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -249,8 +250,12 @@ def _remedies(
 def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
     """Predicts changed versions of a run that was looked at."""
     assert result.shape is not None
-    card = card_of(result.device, num_gpus=len(result.devices), env=os.environ if env is None else env)
-    return partial(memory.estimate, shape=result.shape, software=result.software, card=card, length=length)
+    environ, num_gpus = os.environ if env is None else env, len(result.devices)
+    ranks = machine.ranks_of(num_gpus, env=environ) if result.device is not None else memory.Ranks()
+    card = machine.card_of(result.device, num_gpus=num_gpus, env=environ)
+    return partial(
+        memory.estimate, shape=result.shape, software=result.software, card=card, length=length, ranks=ranks
+    )
 
 
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:

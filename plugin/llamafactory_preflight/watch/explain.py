@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 
 from llamafactory_preflight import preflight, remedies, report, verdict
+from llamafactory_preflight.device.processes import name_of
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.report import size
@@ -166,10 +168,11 @@ def _card(shortage: Shortage, result: Result | None) -> Iterator[str]:
         yield f"The allocator held {size(shortage.idle)} in pieces that were too small."
     for pid, taken in shortage.others:
         yield f"Process {pid}{_name(pid)} has {size(taken)} of the card."
-    told = {pid for pid, _ in shortage.others}
-    unseen = [pid for pid in (result.device.processes if result and result.device else ()) if pid not in told]
-    if unseen and not shortage.others:
-        yield f"Processes on it: {', '.join(f'{pid}{_name(pid)}' for pid in unseen)}."
+    if not shortage.others:
+        for other in result.device.processes if result is not None and result.device is not None else ():
+            if other.pid != os.getpid():
+                holds = f" with {size(other.used_bytes)}" if other.used_bytes is not None else ""
+                yield f"Also on it: process {other.pid}{f' ({other.name})' if other.name else ''}{holds}."
 
 
 def _against_prediction(shortage: Shortage, state: State, estimate: MemoryEstimate, phase: str) -> Iterator[str]:
@@ -222,10 +225,8 @@ def _list(items: tuple[str, ...]) -> list[str]:
 
 
 def _name(pid: int) -> str:
-    try:
-        return f" ({Path(f'/proc/{pid}/comm').read_text().strip()})"
-    except OSError:
-        return ""
+    name = name_of(pid)
+    return f" ({name})" if name else ""
 
 
 def _int(beat: Mapping[str, object], name: str) -> int | None:
