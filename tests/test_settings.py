@@ -25,3 +25,18 @@ def test_the_two_switches_are_independent() -> None:
 def test_a_mode_that_does_not_exist(variable: str) -> None:
     with pytest.raises(UserError, match=f"{variable}=blok is not a mode"):
         Settings.from_environment({variable: "blok"})
+
+
+def test_the_step_of_a_snapshot_is_a_number() -> None:
+    assert Settings.from_environment({"LLAMAFACTORY_PREFLIGHT_SNAPSHOT": "3"}).snapshot == 3
+    assert Settings.from_environment({}).snapshot is None
+    for text in ("0", "three", "-1", "1.5"):
+        with pytest.raises(UserError, match="not the number of a step"):
+            Settings.from_environment({"LLAMAFACTORY_PREFLIGHT_SNAPSHOT": text})
+
+
+def test_what_fit_may_change_is_one_of_the_names() -> None:
+    read = Settings.from_environment({"LLAMAFACTORY_PREFLIGHT_ALLOW": "cutoff, quantization"})
+    assert read.allow == {"cutoff", "quantization"}
+    with pytest.raises(UserError, match="'batch' cannot be allowed"):
+        Settings.from_environment({"LLAMAFACTORY_PREFLIGHT_ALLOW": "batch"})

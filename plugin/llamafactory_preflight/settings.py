@@ -13,6 +13,7 @@ from llamafactory_preflight.errors import UserError
 PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
 TEMPLATE_VARIABLE = "LLAMAFACTORY_TEMPLATE"
 ALLOW_VARIABLE = "LLAMAFACTORY_PREFLIGHT_ALLOW"
+SNAPSHOT_VARIABLE = "LLAMAFACTORY_PREFLIGHT_SNAPSHOT"
 GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"
 TURNS_VARIABLE = "LLAMAFACTORY_TEMPLATE_TURNS"
 LOSS_VARIABLE = "LLAMAFACTORY_TEMPLATE_LOSS"
@@ -39,6 +40,7 @@ class Settings:
         mode: `block` stops a run that cannot fit, `warn` only says so, `fit` may change the run, `off` does nothing.
         template: `fix` repairs the chat template, `warn` only says what differs, `off` does nothing.
         allow: What `fit` may change too, as `--allow` names it.
+        snapshot: Number of the optimizer step whose memory is recorded, or None.
         gpu: Another card to plan for, as `--gpu` takes it, or None for the one in this machine.
         turns: Of a conversation that is trained otherwise than it is served, `split` makes one sample per answer,
             `last` trains the last answer only, `concat` trains all of them in one text as LLaMA-Factory does.
@@ -49,6 +51,7 @@ class Settings:
     mode: Mode = "block"
     template: TemplateMode = "fix"
     allow: frozenset[str] = frozenset()
+    snapshot: int | None = None
     gpu: str | None = None
     turns: Turns = "split"
     loss: Loss = "all"
@@ -66,6 +69,7 @@ class Settings:
             mode=cast(Mode, _choice(env, PREFLIGHT_VARIABLE, MODES)),
             template=cast(TemplateMode, _choice(env, TEMPLATE_VARIABLE, TEMPLATE_MODES)),
             allow=allowed(env.get(ALLOW_VARIABLE, ""), where=ALLOW_VARIABLE),
+            snapshot=_step(env.get(SNAPSHOT_VARIABLE, "").strip()),
             gpu=env.get(GPU_VARIABLE, "").strip() or None,
             turns=cast(Turns, _choice(env, TURNS_VARIABLE, TURNS)),
             loss=cast(Loss, _choice(env, LOSS_VARIABLE, LOSSES)),
@@ -91,6 +95,12 @@ def allowed(text: str, *, where: str = "--allow") -> frozenset[str]:
 def is_enabled(environ: Mapping[str, str], variable: str) -> bool:
     """Whether one of LLaMA-Factory's own switches is on, by its `is_env_enabled`."""
     return environ.get(variable, "").lower() in {"true", "y", "1"}
+
+
+def _step(text: str) -> int | None:
+    if text and (not text.isdecimal() or int(text) < 1):
+        raise UserError(f"{SNAPSHOT_VARIABLE}={text} is not the number of a step", next_step="Set it to 1 or more")
+    return int(text) if text else None
 
 
 def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 from transformers import Trainer, TrainerCallback
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.settings import Settings
 from llamafactory_preflight.units import gib
 from llamafactory_preflight.watch import trainer_log
 from llamafactory_preflight.watch.counters import Counters, counters, host_peak_bytes
@@ -21,7 +21,6 @@ from llamafactory_preflight.watch.state import Batch, State
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 LOG = "log"
-SNAPSHOT_VARIABLE = "LLAMAFACTORY_PREFLIGHT_SNAPSHOT"
 
 
 def _timed(method: _F) -> _F:
@@ -78,11 +77,11 @@ class MemoryWatch(TrainerCallback):
         self.state.held_bytes["load"] = self._counters.current()[0]
         self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._log_with_memory()
-        step = os.environ.get(SNAPSHOT_VARIABLE, "")
-        if step.isdigit() and self.state.on_gpu:
-            self._snapshot = StepSnapshot(int(step), Path(args.output_dir) / FOLDER / f"rank_{self.state.rank}")
-        elif step:
-            handoff.warn_once(f"{SNAPSHOT_VARIABLE}={step} takes the number of a step, and a run on a GPU")
+        step = Settings.from_environment().snapshot
+        if step is not None and self.state.on_gpu:
+            self._snapshot = StepSnapshot(step, Path(args.output_dir) / FOLDER / f"rank_{self.state.rank}")
+        elif step is not None:
+            handoff.warn_once("no memory snapshot: torch records CUDA memory only")
 
     @_timed
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
