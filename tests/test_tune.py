@@ -83,7 +83,8 @@ def test_short_samples_are_packed_where_the_batch_is_large_enough() -> None:
     result = looked_at("0.6b", {"gradient_accumulation_steps": 64, "cutoff_len": 1024}, "H100", 80)
     wanted = [dict(changed) for changed in tune.candidates(result, LENGTHS)]
     assert any(changed.get("neat_packing") for changed in wanted)
-    assert not any(changed.get("neat_packing") for changed in tune.candidates(result, []))
+    for lengths in ([], [1024], [600, 700]):
+        assert not any(changed.get("neat_packing") for changed in tune.candidates(result, lengths))
 
 
 def per_token(**settings: Any) -> float:

@@ -42,6 +42,7 @@ SPEEDS = {
 OTHER = SPEEDS["4090"]
 REACHED = 0.6  # of the operations: what large matrix products of 16 bit get to
 SECONDS_PER_KERNEL = 8e-6  # until Python, torch and the driver have launched one
+SECONDS_AROUND = 5e-3  # collating, copying and the Trainer's own work for a micro-batch; a rough figure
 # Kernels of a layer's forward pass, and 16-bit elements that the elementwise ones move a token and a hidden element:
 # counted in transformers' Qwen3 layer at the widths of the 8B model; with liger's fused norms, rotary embedding and
 # MLP; and what adapters on its seven projections add (they compute in float32, so the input is copied). Backward: as
@@ -79,7 +80,8 @@ def work(run: RunDescription, lengths: Sequence[int]) -> Work:
     batch, steps = run.per_device_train_batch_size, run.gradient_accumulation_steps
     if run.packing:
         full = batch * run.cutoff_len
-        filled = full if run.cutoff_len < 2 * mean else 0.95 * full  # what a knapsack leaves over
+        # A knapsack leaves a little over; where no two samples go together, each takes a sequence of its own.
+        filled = batch * mean if run.cutoff_len < 2 * mean else 0.95 * full
         context = run.cutoff_len if run.neat_packing and run.flash_attn != "fa2" else run.cutoff_len / 2
         return Work(micro_batches=steps, tokens=full, context=context, real_tokens=steps * filled)
     count = len(ordered)
@@ -98,7 +100,7 @@ def seconds(run: RunDescription, shape: ModelShape, lengths: Sequence[int], devi
     # Weights, gradients and two states are read, and three of them written, in float32 unless training is pure 16 bit.
     itemsize = size(BFLOAT16) if run.pure_bf16 else 4
     update = max(trained * itemsize * 7 / card.bytes, 0 if "fused" in (run.optim or "") else _tensors(shape) * 1e-5)
-    return (load.micro_batches * micro + update) / load.real_tokens
+    return (load.micro_batches * (micro + SECONDS_AROUND) + update) / load.real_tokens
 
 
 def speed_of(device: Device | None) -> Speed:

@@ -91,6 +91,8 @@ def _batchings(run: RunDescription, lengths: Sequence[int]) -> Iterator[dict[str
     if run.packing or not lengths or run.stage != "sft":
         return
     mean = sum(min(length, run.cutoff_len) for length in lengths) / len(lengths)
+    if run.cutoff_len < 2 * mean:
+        return
     packs = samples * mean / (0.95 * run.cutoff_len)
     for count in {int(packs), int(packs) + 1} - {0}:
         if PACKS_PER_STEP[0] <= count / packs <= PACKS_PER_STEP[1]:
