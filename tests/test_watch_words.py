@@ -242,6 +242,13 @@ def test_of_several_ranks_the_one_that_spoke_is_heard(tmp_path: Path) -> None:
     assert not (tmp_path / heartbeat.FOLDER).exists()
 
 
+def test_a_rank_that_finished_does_not_speak_for_one_that_was_killed(tmp_path: Path) -> None:
+    write_beat(tmp_path, 0, phase="save")
+    write_beat(tmp_path, 1, ended={"outcome": "finished", "measured": {}})
+    (text,) = aftermath.of_killed(str(tmp_path))
+    assert "rank 0 ended without a word while saving" in " ".join(text.split())
+
+
 def test_a_run_on_another_machine_that_still_beats_is_left_alone(tmp_path: Path) -> None:
     write_beat(tmp_path, 0, machine="elsewhere boot")
     assert aftermath.of_killed(str(tmp_path)) == []

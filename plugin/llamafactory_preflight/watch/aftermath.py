@@ -18,9 +18,12 @@ PATIENCE_SECONDS = 5.0
 def of_killed(output_dir: str) -> list[str]:
     """What to say about processes that were killed before they could say anything."""
     beats = list(heartbeat.left_behind(Path(output_dir)))
-    if any(beat.get("ended") for beat in beats):  # whoever spoke was the first; torchrun ended the others
+    outcomes = {(beat.get("ended") or {}).get("outcome") for beat in beats}
+    if "failed" in outcomes:  # whoever spoke was the first; torchrun ended the others
         return []
-    silent = min(beats, key=lambda beat: float(beat.get("beat_at", 0)), default=None)
+    silent = min(
+        (beat for beat in beats if not beat.get("ended")), key=lambda beat: float(beat.get("beat_at", 0)), default=None
+    )
     if silent is None:
         return []
     return [explain.killed(silent, by_kernel=kills.since(silent.get("kills_before", {})), output_dir=output_dir)]

@@ -63,6 +63,9 @@ class MemoryWatch(TrainerCallback):
     @_timed
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The Trainer is made, so the weights are loaded."""
+        self._prepare(args)
+
+    def _prepare(self, args: Any) -> None:
         self._counters = counters(device_type=args.device.type, other_reader=not args.skip_memory_metrics)
         self.state.on_gpu = self._counters.on_gpu
         self.state.expected_bytes = self._expected_bytes()
@@ -72,9 +75,10 @@ class MemoryWatch(TrainerCallback):
     @_timed
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """All is in place for the first step."""
+        if self._counters is None:  # PPO's own loop tells of no earlier event
+            self._prepare(args)
         self._enter("forward_backward")
-        assert self._counters is not None
-        self.state.held_bytes["load"] = self._counters.current()[0]
+        self.state.held_bytes["load"] = self._current()
         self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._log_with_memory()
         step = Settings.from_environment().snapshot
@@ -108,8 +112,7 @@ class MemoryWatch(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are gone again; what comes next stands in `control`, which the default callback has set."""
         self._enter("evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward")
-        if self._counters is not None:
-            self.state.held_bytes["steps"] = self._counters.current()[0]
+        self.state.held_bytes["steps"] = self._current()
         if self._snapshot is not None and self._snapshot.step == self.state.step:
             size = self.state.longest.size if self.state.longest is not None else 0
             vocabulary = getattr(kwargs["model"].config, "vocab_size", 0) or 0
@@ -166,6 +169,9 @@ class MemoryWatch(TrainerCallback):
         self.state.note(*self._counters.peaks())
         self._counters.restart()
         self.state.phase = phase
+
+    def _current(self) -> int:
+        return self._counters.current()[0] if self._counters is not None else 0
 
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
