@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.watch import aftermath, explain, heartbeat, lookalikes, record, shortage
+from llamafactory_preflight.watch import aftermath, explain, heartbeat, kills, lookalikes, record, shortage
 from llamafactory_preflight.watch.shortage import Shortage
 from llamafactory_preflight.watch.state import Batch, State
 from test_fit import looked_at
@@ -238,7 +238,7 @@ def test_of_several_ranks_the_one_that_spoke_is_heard(tmp_path: Path) -> None:
     write_beat(tmp_path, 0)
     write_beat(tmp_path, 1, ended={"outcome": "failed", "explanation": "rank 1 ran out"})
     assert aftermath.of_killed(str(tmp_path)) == []
-    assert aftermath.of_children(str(tmp_path)) == ["rank 1 ran out"]
+    assert aftermath.of_children(str(tmp_path), {}) == ["rank 1 ran out"]
     assert not (tmp_path / heartbeat.FOLDER).exists()
 
 
@@ -268,7 +268,7 @@ def test_files_that_are_no_heartbeats_are_passed_over(tmp_path: Path) -> None:
     (tmp_path / heartbeat.FOLDER).mkdir()
     (tmp_path / heartbeat.FOLDER / "rank_0.json").write_text("{")
     (tmp_path / heartbeat.FOLDER / "rank_1.json").write_text("[]")
-    assert aftermath.of_children(str(tmp_path)) == []
+    assert aftermath.of_children(str(tmp_path), {}) == []
 
 
 def test_no_secret_is_kept() -> None:
@@ -316,3 +316,12 @@ def test_the_first_step_beyond_the_prediction_is_remembered() -> None:
     for state.step, size in ((1, 9), (2, 11), (3, 12)):
         state.note(size, size)
     assert state.exceeded_at_step == 2 and state.peak().allocated == 20
+
+
+def test_a_child_that_was_killed_before_it_could_write_is_told_by_the_kernels_count(tmp_path: Path) -> None:
+    now = kills.counted()
+    if not now:
+        pytest.skip("this kernel does not count its kills")
+    assert aftermath.of_children(str(tmp_path), now) == []
+    (text,) = aftermath.of_children(str(tmp_path), {name: count - 1 for name, count in now.items()})
+    assert "killed by the kernel because main memory ran out" in " ".join(text.split())

@@ -52,11 +52,14 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
             sys.argv += _fail_open(functools.partial(_check, arguments, "launcher"), [])
+        kills_before: dict[str, int] = {}
+        if command == "train":
+            kills_before = _fail_open(around.kills_so_far, kills_before)
         try:
             result = original(*args, **kwargs)
         except Exception as error:
             if command == "train":
-                _fail_open(functools.partial(around.answer_for_children, error, arguments), None)
+                _fail_open(functools.partial(around.answer_for_children, error, arguments, kills_before), None)
             raise
         if command in ("", "help"):
             print(USAGE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,11 @@ def of_killed(output_dir: str) -> list[str]:
     return [explain.killed(silent, by_kernel=kills.since(silent.get("kills_before", {})), output_dir=output_dir)]
 
 
-def of_children(output_dir: str) -> list[str]:
+def of_children(output_dir: str, kills_before: Mapping[str, int]) -> list[str]:
     """What failed children have said about the end of the run, or else what is known of those that were killed."""
     folder = Path(output_dir)
+    if not output_dir or not (folder / heartbeat.FOLDER).is_dir():
+        return [explain.KILLED_EARLY] if kills.since(kills_before) is not None else []
     texts = [(beat.get("ended") or {}).get("explanation") for beat in heartbeat.left_behind(folder)]
     said = [text for text in texts if text][:1] or of_killed(output_dir)
     heartbeat.clear(folder)

@@ -44,15 +44,22 @@ def data_is_read(longest: Longest | None) -> None:
         _current[0].data_is_read(longest)
 
 
-def answer_for_children(error: Exception, given: list[str]) -> None:
-    """Torchrun says only that a child failed: adds what the child said, or what it could not say."""
+def kills_so_far() -> dict[str, int]:
+    """How often the kernel has killed before the children start."""
+    from llamafactory_preflight.watch import kills
+
+    return kills.counted()
+
+
+def answer_for_children(error: Exception, given: list[str], kills_before: dict[str, int]) -> None:
+    """All that torchrun says is that a child failed: adds what the child said, or what it could not say."""
     if type(error).__name__ != "CalledProcessError":
         return
     from llamafactory_preflight import arguments
     from llamafactory_preflight.watch import aftermath
 
     output_dir = arguments.read(given).get("output_dir")
-    for text in aftermath.of_children(str(output_dir)) if output_dir else ():
+    for text in aftermath.of_children(str(output_dir or ""), kills_before):
         error.add_note(f"\n{text}")
 
 

@@ -29,6 +29,10 @@ HOST_REMEDIES = {
     "evaluate": ("per_device_eval_batch_size=1", "dataloader_num_workers=0", "a smaller val_size"),
     "save": ("save_only_model=true", "stage3_gather_16bit_weights_on_model_save: false in the DeepSpeed file"),
 }
+KILLED_EARLY = (
+    "llamafactory-preflight: a process was killed by the kernel because main memory ran out, before it had begun.\n"
+    "  What lowers it:\n    fewer processes: NPROC_PER_NODE"
+)
 PINNED_REMEDIES = ("dataloader_pin_memory=false", "pin_memory: false in the DeepSpeed file", "ulimit -l unlimited")
 
 

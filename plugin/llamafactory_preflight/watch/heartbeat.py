@@ -27,9 +27,7 @@ STATM = Path("/proc/self/statm")
 
 
 class Heartbeat:
-    """Writes one process's file every few seconds, from a thread of its own.
-
-    The first one comes after an interval: a run that ends at once leaves nothing behind.
+    """Writes one process's file every few seconds, from a thread of its own; nothing is left of a run that ends well.
 
     Args:
         output_dir: Of the run.
@@ -38,6 +36,7 @@ class Heartbeat:
 
     def __init__(self, output_dir: Path, state: State) -> None:
         self._output_dir, self._state = output_dir, state
+        self._is_new = not output_dir.exists()
         self._constant = {
             "rank": state.rank,
             "pid": os.getpid(),
@@ -55,6 +54,7 @@ class Heartbeat:
 
     def start(self) -> None:
         """Begins to write."""
+        self._write({})
         self._thread.start()
 
     def end(self, outcome: Mapping[str, Any] | None = None) -> None:
@@ -65,10 +65,8 @@ class Heartbeat:
         if outcome is not None:
             self._write({"ended": dict(outcome)})
             return
-        had_written = self.file.exists()
         self.file.unlink(missing_ok=True)
-        if had_written:
-            _remove_empty(self.file.parent, self._output_dir)
+        _remove_empty(self.file.parent, *([self._output_dir] if self._is_new else []))
 
     def _beat(self) -> None:
         while not self._stop.wait(INTERVAL_SECONDS):
