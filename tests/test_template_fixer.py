@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ def factory(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pytest.
     from llamafactory_preflight.fixer import session
 
     monkeypatch.setattr(session, "CURRENT", session.Session())  # as a new process has it
+    monkeypatch.setattr(session, "SAID", [])
     monkeypatch.setattr(tokenizer, "chat_template", chat_templates["qwen3"])
     return Factory(tokenizer)
 
@@ -74,6 +76,13 @@ class Factory:
             aligned, self.arguments, training, stage, template, self.tokenizer, processor, is_eval=generate
         )
         return list(made)
+
+    @property
+    def said(self) -> str:
+        """What the fixer said in this test."""
+        from llamafactory_preflight.fixer import session
+
+        return "\n".join(session.SAID)
 
     def text(self, ids: list[int]) -> str:
         decoded: str = self.tokenizer.decode([token for token in ids if token >= 0])
@@ -151,18 +160,16 @@ def test_packing(factory: Factory) -> None:
 def test_turns(
     factory: Factory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     turns: str,
     trained: list[list[str]],
 ) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_TURNS", turns)
     messages = [message for n in "123" for message in (user(f"q{n}"), answer(f"a{n}"))]
     rows = factory.rows([sharegpt(messages)])
     assert [factory.text(row["labels"]).split("<|im_end|>")[:-1] for row in rows] == trained
     lengths = [len(row["input_ids"]) for row in rows]
     cost = f"1 conversations became 3 samples and {sum(lengths)} tokens instead of about {lengths[-1]}"
-    assert (cost in capsys.readouterr().err) == (turns == "split")
+    assert (cost in factory.said) == (turns == "split")
 
 
 def test_mask_history_trains_the_last_answer(factory: Factory) -> None:
@@ -222,55 +229,43 @@ def test_template_null(factory: Factory, chat_templates: dict[str, str], monkeyp
 
 
 @pytest.mark.parametrize("name", ["qwen3_nothink", "qwen3_5", "qwen3_vl", "qwen3_6"])
-def test_the_family_s_own_names_are_switched(
-    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_family_s_own_names_are_switched(factory: Factory, name: str) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     if name not in TEMPLATES:
         pytest.skip(f"this LLaMA-Factory has no template {name}")
     (row,) = factory.rows([sharegpt([user("q"), PLAIN])], name=name)
     assert factory.text(row["input_ids"]) == NO_THINK_PROMPT + "a<|im_end|>"
-    assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in capsys.readouterr().err
+    assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in factory.said
 
 
 @pytest.mark.parametrize("name", ["qwen", "default", "llama3", "chatml"])
-def test_a_foreign_name_is_named_and_left(
-    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_name_is_named_and_left(factory: Factory, name: str) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     if name not in TEMPLATES:
         pytest.skip(f"this LLaMA-Factory has no template {name}")
     own = copy.deepcopy(factory.tokenizer)
     factory.tokenizer = own
     assert factory.template(name) is TEMPLATES[name]
-    assert "Use `template: qwen3`" in capsys.readouterr().err
+    assert "Use `template: qwen3`" in factory.said
 
 
-def test_a_changed_chat_template_is_not_trusted(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_chat_template_is_not_trusted(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setattr(factory.tokenizer, "chat_template", factory.tokenizer.chat_template + "x")
     assert factory.template() is TEMPLATES["qwen3"]
-    assert "not an official one that is known" in capsys.readouterr().err
+    assert "not an official one that is known" in factory.said
 
 
-def test_warn_says_and_changes_nothing(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warn_says_and_changes_nothing(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "warn")
     before = factory.tokenizer.chat_template
     assert factory.template() is TEMPLATES["qwen3"]
-    said = capsys.readouterr().err
+    said = factory.said
     assert (
         "an answer without reasoning: LLaMA-Factory's loss does not lie on the answer" in said
         and "repaired" not in said
@@ -278,14 +273,39 @@ def test_warn_says_and_changes_nothing(
     assert factory.tokenizer.chat_template == before
 
 
-def test_off_says_nothing(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repairs_are_said_once_one_line_each(factory: Factory) -> None:
+    from llamafactory_preflight.templates.audit import REPAIRS
+
+    factory.template()
+    factory.template()
+    head, *lines = factory.said.splitlines()
+    assert head.startswith("repaired for Qwen3, where LLaMA-Factory's `qwen3` failed ")
+    topics = [line.strip().partition(":")[0] for line in lines]
+    assert topics == [topic for topic in REPAIRS if topic in topics] and len(topics) > 4
+
+
+def test_every_difference_belongs_to_a_repair() -> None:
+    from llamafactory_preflight.templates.audit import REPAIRS
+    from llamafactory_preflight.templates.probe import PROBES
+
+    assert {probe.topic for probe in PROBES} | {"stop tokens"} == REPAIRS.keys()
+
+
+@pytest.mark.parametrize(("streams", "times"), [("2>&1", 1), ("2>&1 | cat", 1), ("2>error.txt", 2), (">/dev/null", 1)])
+def test_one_terminal_shows_a_line_once(tmp_path: Path, run: Any, streams: str, times: int) -> None:
+    code = "from llamafactory_preflight.fixer import session; session.say('hello')"
+    done = run(["bash", "-c", f'{sys.executable} -c "{code}" {streams}'], cwd=tmp_path)
+    file = tmp_path / "error.txt"
+    seen = done.stdout + done.stderr + (file.read_text() if file.exists() else "")
+    assert done.returncode == 0 and seen.count("hello") == times
+
+
+def test_off_says_nothing(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "off")
     assert factory.template() is TEMPLATES["qwen3"]
-    assert "preflight" not in capsys.readouterr().err
+    assert factory.said == ""
 
 
 def test_a_fault_of_ours_leaves_llamafactory_s_template(
@@ -452,14 +472,11 @@ ODD = {
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_broken_samples_are_counted_and_named(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, streaming: bool
-) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool) -> None:
     good = sharegpt([user("q"), PLAIN])
     records = [good, *BROKEN.values(), good, *ODD.values()]
     rows = factory.rows(records, streaming=streaming)
-    said = capsys.readouterr().err
+    said = factory.said
     for position, reason in enumerate(BROKEN, 1):
         assert f"left out: {reason} (index {position})" in said
     for position, reason in enumerate(ODD, 5):
@@ -468,13 +485,10 @@ def test_broken_samples_are_counted_and_named(
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
 
 
-def test_an_answer_longer_than_the_limit_is_left_out(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+def test_an_answer_longer_than_the_limit_is_left_out(factory: Factory) -> None:
     rows = factory.rows([sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])], cutoff_len=40)
     assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
-    assert "1 samples are left out: their answer alone is longer than cutoff_len" in capsys.readouterr().err
+    assert "1 samples are left out: their answer alone is longer than cutoff_len" in factory.said
 
 
 @pytest.mark.parametrize("cutoff_len", range(16, 60))

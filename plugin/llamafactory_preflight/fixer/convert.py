@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from llamafactory_preflight.fixer.rules import rules
 from llamafactory_preflight.templates.messages import RESULTS_BETWEEN
 
 
@@ -19,12 +20,12 @@ class RepairingConverter:
     Attributes:
         inner: LLaMA-Factory's converter.
         formatting: `sharegpt` or `openai`.
-        rules: Version of what is done here, part of the fingerprint of what is kept on disk.
+        rules: Hash of the code, part of the fingerprint of what is kept on disk; see `fixer.rules`.
     """
 
     inner: Any
     formatting: str
-    rules: int = 1
+    rules: str = field(default_factory=rules)
 
     def __call__(self, example: Record) -> Record:
         """One record in LLaMA-Factory's standard format."""

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import Any
 
 from llamafactory_preflight.fixer import choose, prepare, session
-from llamafactory_preflight.fixer.template import RULES, OfficialTemplate
+from llamafactory_preflight.fixer.template import OfficialTemplate
 from llamafactory_preflight.templates import families
 from llamafactory_preflight.templates.record import Record, majority
 from llamafactory_preflight.templates.thinking import asked_for
@@ -155,7 +155,7 @@ def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, proce
         num_no_think=tally.num_no_think,
         family=family.name,
         template=family.template,
-        rules=RULES,
+        rules=template.rules,
     )
     if len(family.modes) > 1:
         words = "with thinking" if mode == "think" else "without thinking"

@@ -54,6 +54,13 @@ def _fail_open(step: Callable[[], None]) -> None:
         session.say(f"a step of saving is left out ({type(error).__name__}: {error})")
 
 
+def is_base(model: Any, tokenizer: Any) -> bool:
+    """Whether a model was published without chat training: nothing of it names the end of a turn as an end."""
+    end = tokenizer.convert_tokens_to_ids(IM_END)
+    owners = (model.config, model.config.get_text_config(), getattr(model, "generation_config", None))
+    return not any(end in _stops(owner) for owner in owners)
+
+
 def fix_end_tokens(model: Any, tokenizer: Any) -> list[str]:
     """Lets a model stop where it was trained to; a base model's configuration still names the end of text.
 
@@ -62,19 +69,26 @@ def fix_end_tokens(model: Any, tokenizer: Any) -> list[str]:
     """
     end, end_of_text = tokenizer.convert_tokens_to_ids([IM_END, END_OF_TEXT])
     changes = []
-    if getattr(model.config, "eos_token_id", None) != end:
-        changes.append(f"config.json: eos_token_id {model.config.eos_token_id} becomes {end}")
-        model.config.eos_token_id = end
+    if is_base(model, tokenizer):
+        changes.append(f"config.json: eos_token_id {model.config.get_text_config().eos_token_id} becomes {end}")
+        for config in {id(config): config for config in (model.config, model.config.get_text_config())}.values():
+            if _stops(config):
+                config.eos_token_id = end
     generation = getattr(model, "generation_config", None)
     if generation is not None:
         given = generation.eos_token_id
-        stops = given if isinstance(given, list) else [given]
-        if not {end, end_of_text} <= set(stops):
+        if not {end, end_of_text} <= _stops(generation):
             generation.eos_token_id = [end, end_of_text]
             changes.append(f"generation_config.json: eos_token_id {given} becomes {generation.eos_token_id}")
         if generation.pad_token_id is None:
             generation.pad_token_id = end_of_text
     return changes
+
+
+def _stops(owner: Any) -> set[int]:
+    """End tokens that a configuration names."""
+    given = getattr(owner, "eos_token_id", None)
+    return set(given) if isinstance(given, list) else {given} - {None}
 
 
 def keep_files(tokenizer: Any) -> None:

@@ -29,6 +29,7 @@ class Session:
         num_tokens: Size of the vocabulary as it was published.
         record: What is known of the training: read from a side file, or made by this run.
         repairs: Whether our template is in use.
+        differences: What LLaMA-Factory's own template renders otherwise, one sentence each.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -41,6 +42,7 @@ class Session:
     num_tokens: int = 0
     record: Record | None = None
     repairs: bool = False
+    differences: tuple[str, ...] = ()
 
     def found_record(self) -> Record | None:
         """The record of the last adapter that has one, or of the model."""
@@ -55,6 +57,7 @@ SAID: list[str] = []
 def begin(given: Mapping[str, Any] | Sequence[str] | None, parsed: Sequence[Any]) -> None:
     """Remembers what LLaMA-Factory has parsed."""
     global CURRENT
+    SAID.clear()
     by_name = given if isinstance(given, Mapping) else arguments.read(list(given or sys.argv[1:]))
     explicit = set(by_name)
     if os.environ.get("LLAMABOARD_ENABLED", "0").lower() in ("true", "y", "1"):
@@ -75,10 +78,30 @@ def begin(given: Mapping[str, Any] | Sequence[str] | None, parsed: Sequence[Any]
         say("tokenized_path is used as it is: what was tokenized before is neither looked at nor repaired")
 
 
-def say(message: str) -> None:
-    """One line on standard error and one in LLaMA-Factory's log, which LLaMA-Board shows."""
+def say(message: str, *lines: str) -> None:
+    """Says something once a run in LLaMA-Factory's log, which LLaMA-Board shows.
+
+    The log goes to standard output. It is repeated on standard error only if that leads elsewhere.
+
+    Args:
+        message: One line.
+        lines: More of them, which are indented.
+    """
     from llamafactory.extras import logging
 
-    SAID.append(message)
-    handoff.warn_once(f"template: {message}")
-    logging.get_logger("llamafactory.data.template").warning_rank0(f"llamafactory-preflight: {message}")
+    text = "\n  ".join([message, *lines])
+    if text in SAID:
+        return
+    SAID.append(text)
+    logging.get_logger("llamafactory.data.template").warning_rank0(f"llamafactory-preflight: {text}")
+    if handoff.speaks() and not _is_one_place():
+        handoff.say(f"template: {text}")
+
+
+def _is_one_place() -> bool:
+    """Whether both streams lead to the same terminal, file or pipe; streams without a file, as in notebooks, do."""
+    try:
+        output, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError, AttributeError):
+        return True
+    return os.path.samestat(output, error)
