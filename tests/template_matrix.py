@@ -63,6 +63,14 @@ VARIANTS = (
     Variant(
         id="VL", chat_template="qwen3_vl", template="qwen3_vl_nothink", modes=("no_think",), has_reasoning_part=False
     ),
+    Variant(id="VL-Thinking", chat_template="qwen3_vl_thinking", template="qwen3_vl", modes=("think",)),
+    Variant(
+        id="Coder",
+        chat_template="qwen3_coder",
+        template="qwen3_nothink",
+        modes=("no_think",),
+        has_reasoning_part=False,
+    ),
     Variant(id="3.5 small", chat_template="qwen3_5_nothink", template="qwen3_5"),
     Variant(id="3.5 large", chat_template="qwen3_5_think", template="qwen3_5"),
     Variant(id="3.6", chat_template="qwen3_6", template="qwen3_6"),

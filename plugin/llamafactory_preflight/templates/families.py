@@ -57,6 +57,8 @@ HYBRID = Family(name="Qwen3", template="qwen3", modes=("think", "no_think"))
 INSTRUCT_2507 = Family(name="Qwen3-Instruct-2507", template="qwen3_nothink", modes=("no_think",), keeps_history=True)
 THINKING_2507 = Family(name="Qwen3-Thinking-2507", template="qwen3", modes=("think",))
 VL = Family(name="Qwen3-VL", template="qwen3_vl_nothink", modes=("no_think",), keeps_history=True, is_multimodal=True)
+VL_THINKING = Family(name="Qwen3-VL-Thinking", template="qwen3_vl", modes=("think",), is_multimodal=True)
+CODER = Family(name="Qwen3-Coder", template="qwen3_nothink", modes=("no_think",), keeps_history=True)
 QWEN3_5 = Family(
     name="Qwen3.5 (4B and larger)",
     template="qwen3_5",
@@ -100,6 +102,9 @@ KNOWN: dict[str, Family] = {
     "888e6ba99cb9066d53569bffb52a6660": INSTRUCT_2507,
     "c7fd585ed2a76f062fd061d89319b951": THINKING_2507,
     "7679a7781ba83944e14aaa0c0b018cc3": VL,
+    "ca8ac90a1570ab790c8190cba1a33ee9": VL_THINKING,
+    "25031543d288ce7c4f8e02ca112fa948": CODER,  # of early August 2025
+    "d1caf8ce674aa3718242fbf1be3b1330": CODER,  # later, with lists in JSON too
     "48872f4ed6ebc28548b62a76c938f5e5": QWEN3_5,
     "736b2c3edd32bc6c4b92b933ab51b723": QWEN3_5_SMALL,
     "4256619ce2e66257e11323af8d3cd450": QWEN3_6,
