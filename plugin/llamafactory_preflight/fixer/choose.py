@@ -70,9 +70,9 @@ def template_for(original: Original, tokenizer: Any, data_args: Any, settings: S
     if families.recognise(getattr(processor, "chat_template", None)) == family:
         processor.chat_template = tokenizer.chat_template
     if session.CURRENT.export_dir:
-        from llamafactory_preflight.fixer.saving import keep_files
+        from llamafactory_preflight.fixer import files
 
-        keep_files(tokenizer)
+        files.keep(tokenizer, processor)
     session.CURRENT.repairs = True
     return ours
 
