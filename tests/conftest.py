@@ -44,8 +44,7 @@ def scripts_on_path() -> Path:
     return Path(sys.executable).parent
 
 
-@pytest.fixture
-def clean_environment() -> dict[str, str]:
+def cleaned() -> dict[str, str]:
     """The environment for a child: offline, none of our or LLaMA-Factory's switches, this Python's scripts first."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
@@ -53,29 +52,42 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def run(clean_environment: dict[str, str]) -> Run:
+def clean_environment() -> dict[str, str]:
+    """The environment for a child: see `cleaned`."""
+    return cleaned()
+
+
+def run_command(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    **options: object,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a clean environment and `env`."""
+    streams: dict[str, object] = {"stdin": subprocess.DEVNULL} if "input" not in options else {}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=cleaned() | dict(env or {}),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        **streams,  # type: ignore[call-overload]
+        **options,
+    )
+
+
+@pytest.fixture
+def run() -> Run:
     """Runs a command to its end: `run(["llamafactory-cli", "version"], cwd=..., env={...}, input=...)`."""
+    return run_command
 
-    def run_command(
-        command: Sequence[str | Path],
-        *,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 300,
-        **options: object,
-    ) -> subprocess.CompletedProcess[str]:
-        streams: dict[str, object] = {"stdin": subprocess.DEVNULL} if "input" not in options else {}
-        return subprocess.run(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=clean_environment | dict(env or {}),
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-            **streams,  # type: ignore[call-overload]
-            **options,
-        )
 
+@pytest.fixture(scope="session")
+def module_run() -> Run:
+    """The same for fixtures that live longer than a test."""
     return run_command
 
 

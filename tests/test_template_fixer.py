@@ -485,10 +485,39 @@ def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool)
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
 
 
-def test_an_answer_longer_than_the_limit_is_left_out(factory: Factory) -> None:
-    rows = factory.rows([sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])], cutoff_len=40)
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [None, "packing", "neat_packing"])
+def test_an_answer_longer_than_the_limit_is_left_out(
+    factory: Factory, monkeypatch: pytest.MonkeyPatch, packing: str | None, streaming: bool
+) -> None:
+    from datasets.arrow_writer import OptimizedTypedSequence
+
+    monkeypatch.setattr(OptimizedTypedSequence, "__init__", OptimizedTypedSequence.__init__)  # neat packing changes it
+    long, short = sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])
+    options = {"packing": packing is not None, "neat_packing": packing == "neat_packing"}
+    rows = factory.rows([long, short, long], cutoff_len=40, streaming=streaming, **options)
     assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
-    assert "1 samples are left out: their answer alone is longer than cutoff_len" in factory.said
+    assert not any(name.startswith("_") for name in rows[0])
+    seen = "the first 3 samples" if streaming else "3 samples"
+    assert f"2 of {seen} left out: their answer alone is longer than cutoff_len" in factory.said
+    assert "67% of the data for training is lost" in factory.said
+
+
+def test_reasons_for_losses_add_up(factory: Factory) -> None:
+    good, broken = sharegpt([user("q"), PLAIN]), sharegpt([answer("a"), user("q")])
+    long = sharegpt([user("q"), answer("word " * 50)])
+    factory.rows([good] * 97 + [broken, broken, long], cutoff_len=40)
+    assert "of the data for training is lost" not in factory.said
+    factory.rows([good] * 94 + [broken] * 3 + [long] * 3, cutoff_len=40)
+    assert "6% of the data for training is lost" in factory.said
+
+
+def test_of_streamed_data_the_first_thousand_are_counted(factory: Factory) -> None:
+    good, broken = sharegpt([user("q"), PLAIN]), sharegpt([answer("a"), user("q")])
+    rows = factory.rows([good] * 900 + [broken] * 200 + [good] * 200, streaming=True)
+    assert "100 of the first 1000 samples for training left out" in factory.said
+    assert "10% of the data for training is lost" in factory.said
+    assert len(rows) == 1100
 
 
 @pytest.mark.parametrize("cutoff_len", range(16, 60))

@@ -62,6 +62,8 @@ def converter(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def processor(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instead of LLaMA-Factory's processor of a dataset."""
+    from llamafactory.data.processor import PackedSupervisedDatasetProcessor
+
     from llamafactory_preflight.fixer import choose, processors
     from llamafactory_preflight.fixer.template import OfficialTemplate
 
@@ -74,6 +76,8 @@ def processor(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     made = original(**given)
     kind = {"rm": processors.OfficialPairs, "kto": processors.OfficialFeedback, "pt": processors.Documents}.get(stage)
+    if isinstance(made, PackedSupervisedDatasetProcessor):
+        kind = processors.OfficialPacks
     if kind is None:
         return made
     return kind(template=made.template, tokenizer=made.tokenizer, processor=made.processor, data_args=made.data_args)
