@@ -45,6 +45,7 @@ class Commands:
             "dataset_dir": str(data),
             "cutoff_len": 64,
             "output_dir": str(self.folder / "adapter"),
+            "overwrite_output_dir": True,
             "max_steps": 2,
             "save_steps": 1,
             "per_device_train_batch_size": 2,
@@ -188,6 +189,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
+        address = f"http://{self.headers['Host']}/someone/merged"
         if self.path.endswith("/preupload/main"):
             names = [file["path"] for file in json.loads(body)["files"]]
             return self._answer(200, {"files": [{"path": name, "uploadMode": "regular"} for name in names]})
@@ -195,8 +197,8 @@ class Hub(BaseHTTPRequestHandler):
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":
                     self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
-            return self._answer(200, {"commitUrl": "http://x/commit/1", "commitOid": "1"})
-        return self._answer(200, {"url": "http://x/someone/merged", "name": "someone/merged", "id": "1"})
+            return self._answer(200, {"commitUrl": f"{address}/commit/1", "commitOid": "1"})
+        return self._answer(200, {"url": address, "name": "someone/merged", "id": "1"})
 
     def _answer(self, status: int, content: dict[str, Any]) -> None:
         data = json.dumps(content).encode()
@@ -274,6 +276,27 @@ def test_a_cache_of_other_rules_is_not_used(commands: Commands) -> None:
         said = commands.train(PLAIN, max_steps=1, save_strategy="no", switches=switches | cache)
         blocks.append("labels:\n<think>\n\n</think>\n\na" in said)
     assert blocks == [True, False, True, True]
+
+
+def test_a_tokenized_dataset_keeps_its_record(commands: Commands) -> None:
+    """The first run tokenizes and saves; what the second one trains is known. Without a record nothing is repaired."""
+    tokenized = commands.folder / "tokenized"
+    options = {"tokenized_path": str(tokenized), "max_steps": 1, "save_strategy": "no"}
+    side_files = [
+        folder / "llamafactory_preflight_template.json" for folder in (tokenized, commands.folder / "adapter")
+    ]
+    commands.train(PLAIN, **options)
+    first = [file.read_text() for file in side_files]
+    shutil.rmtree(commands.folder / "adapter")
+    said = commands.train(REASONED, **options)
+    assert "repaired for Qwen3" in said and "is used as it is" not in said
+    assert [file.read_text() for file in side_files] == first
+    assert prompt(commands.folder / "adapter") == NO_THINK
+    for file in side_files:
+        file.unlink()
+    said = commands.train(REASONED, **options)
+    assert said.count("tokenized_path is used as it is") == 2 and "repaired" not in said  # once on each stream
+    assert not any(file.exists() for file in side_files)
 
 
 def test_chat_and_a_second_stage_read_the_side_file(

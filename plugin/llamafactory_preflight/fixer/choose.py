@@ -32,6 +32,8 @@ def template_for(original: Original, tokenizer: Any, data_args: Any, settings: S
     """
     chat_template, given = tokenizer.chat_template, data_args.template
     session.CURRENT.repairs = False
+    if session.CURRENT.is_bypassed:
+        return original(tokenizer, data_args)
     family = families.recognise(chat_template)
     if family is None:
         if given in OWN_TEMPLATES and isinstance(chat_template, str):

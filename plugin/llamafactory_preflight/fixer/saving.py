@@ -21,6 +21,8 @@ class SideFile(TrainerCallback):
         tokenizer = kwargs.get("processing_class")
         if session.CURRENT.record is not None and tokenizer is not None:
             fail_open(lambda: files.keep(tokenizer, session.CURRENT.processor))
+        if Path(session.CURRENT.tokenized_path or " ").is_dir():  # the next run trains on it without tokenizing
+            _write(state, session.CURRENT.tokenized_path)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After a checkpoint was written."""

@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments, handoff
@@ -26,6 +25,8 @@ class Session:
         is_lora: Whether adapters are trained.
         additional_target: Modules that are trained whole beside them.
         processor: The multimodal processor, or None.
+        tokenized_path: Where the tokenized dataset is, or will be.
+        is_bypassed: Whether data is trained that was tokenized without the fixer.
         num_tokens: Size of the vocabulary as it was published.
         record: What is known of the training: read from a side file, or made by this run.
         repairs: Whether our template is in use.
@@ -39,6 +40,8 @@ class Session:
     is_lora: bool = False
     additional_target: tuple[str, ...] = ()
     processor: Any = None
+    tokenized_path: str = ""
+    is_bypassed: bool = False
     num_tokens: int = 0
     record: Record | None = None
     repairs: bool = False
@@ -74,8 +77,18 @@ def begin(given: Mapping[str, Any] | Sequence[str] | None, parsed: Sequence[Any]
     )
     CURRENT.record = CURRENT.found_record()
     data_args = next((part for part in parsed if hasattr(part, "tokenized_path")), None)
-    if data_args is not None and data_args.tokenized_path and Path(data_args.tokenized_path).is_dir():
-        say("tokenized_path is used as it is: what was tokenized before is neither looked at nor repaired")
+    CURRENT.tokenized_path = getattr(data_args, "tokenized_path", None) or ""
+    if CURRENT.tokenized_path and os.path.isdir(CURRENT.tokenized_path) and os.listdir(CURRENT.tokenized_path):
+        _use_tokenized(CURRENT.tokenized_path)
+
+
+def _use_tokenized(folder: str) -> None:
+    found = record.read(folder)
+    if found is not None:
+        CURRENT.record = found
+        return
+    CURRENT.is_bypassed = True
+    say("tokenized_path is used as it is: what was tokenized without the fixer is neither looked at nor repaired")
 
 
 def say(message: str, *lines: str) -> None:
