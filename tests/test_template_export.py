@@ -192,7 +192,14 @@ class Hub(BaseHTTPRequestHandler):
         address = f"http://{self.headers['Host']}/someone/merged"
         if self.path.endswith("/preupload/main"):
             names = [file["path"] for file in json.loads(body)["files"]]
-            return self._answer(200, {"files": [{"path": name, "uploadMode": "regular"} for name in names]})
+            return self._answer(
+                200,
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for name in names
+                    ]
+                },
+            )
         if "/commit/" in self.path:
             for line in map(json.loads, body.splitlines()):
                 if line["key"] == "file":

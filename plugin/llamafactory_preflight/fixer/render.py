@@ -13,6 +13,7 @@ import jinja2
 
 from llamafactory_preflight.templates.families import IM_END, THINK_END, Family, Mode
 from llamafactory_preflight.templates.messages import BrokenSample, Message
+from llamafactory_preflight.templates.ollama import Texts
 
 
 # Stands in a text that only looks like a special token; no character, so no data has it.
@@ -122,6 +123,18 @@ def _generation_prompt(style: Style, mode: Mode) -> str:
         )
         known = _GENERATION_PROMPTS[style, mode] = prompt.removeprefix(question)
     return known
+
+
+def system_texts(style: Style) -> Texts:
+    """What the template says before and after a list of tools, and what it says without being asked."""
+    start, tool = "<|im_start|>system\n", {_EARLIER: _EARLIER}
+    shown = chat_text(style, [_QUESTION], [tool], mode="think", is_prompt=False).removeprefix(start)
+    before, _, after = shown.partition("\n" + json.dumps(tool, ensure_ascii=False))
+    asked = chat_text(style, [_QUESTION], None, mode="think", is_prompt=False)
+    instruction = asked.removeprefix(start).partition(IM_END)[0] if asked.startswith(start) else ""
+    if instruction:
+        before = before.removeprefix(instruction + "\n\n")
+    return Texts(before_tools=before, after_tools=after.partition(IM_END)[0], instruction=instruction)
 
 
 def escape(text: str, special_tokens: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from llamafactory.data.template import Template
 
 from llamafactory_preflight.fixer.cut import Anchors, cut_prompt
-from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts
+from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts, system_texts
 from llamafactory_preflight.fixer.rules import rules
 from llamafactory_preflight.settings import EmptyThink, Turns
 from llamafactory_preflight.templates.families import Family, Mode
@@ -118,7 +118,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
     def get_ollama_modelfile(self, tokenizer: Any) -> str:
         """With thinking and tools where the template can be written in Go; else LLaMA-Factory's."""
         stops = tokenizer.convert_ids_to_tokens(self.get_stop_token_ids(tokenizer))
-        made = modelfile(self.style.family, mode=self.default_mode, stops=stops)
+        made = modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
         return made or str(super().get_ollama_modelfile(tokenizer))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
