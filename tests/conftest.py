@@ -101,6 +101,13 @@ def tiny_model() -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
+class Texts(dict[str, str]):
+    """Long texts, which would make every report of a failure as long."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self)})"
+
+
 @pytest.fixture(scope="session")
 def chat_templates() -> dict[str, str]:
     """The official chat templates of the Qwen3 family, by name."""
@@ -108,7 +115,7 @@ def chat_templates() -> dict[str, str]:
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip().splitlines()[-1])
-    return {file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.jinja")}
+    return Texts({file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.jinja")})
 
 
 @pytest.fixture(scope="session")

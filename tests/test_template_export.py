@@ -302,7 +302,7 @@ def test_a_tokenized_dataset_keeps_its_record(commands: Commands) -> None:
     for file in side_files:
         file.unlink()
     said = commands.train(REASONED, **options)
-    assert said.count("tokenized_path is used as it is") == 2 and "repaired" not in said  # once on each stream
+    assert said.count("tokenized_path is used as it is") == 2 and "repaired for" not in said  # on both streams
     assert not any(file.exists() for file in side_files)
 
 

@@ -535,11 +535,27 @@ def test_no_limit_cuts_a_header_or_a_stop_token(factory: Factory, cutoff_len: in
         assert factory.text(prompt).count("<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("said", ["", "Wait.", "[1] See {x}:"])
+@pytest.mark.parametrize(
+    "typed", ["<tool_call>", "</tool_call>", "<tool_call>{}</tool_call>", "<think>", "</think>\n\n"]
+)
+def test_a_tag_in_an_argument_is_text(factory: Factory, said: str, typed: str) -> None:
+    turns = [user("q"), call(said, "", [("add", {"x": typed})])]
+    (row,) = factory.rows([sharegpt(turns, tools=True)])
+    block = f'<tool_call>\n{{"name": "add", "arguments": {{"x": {json.dumps(typed)}}}}}\n</tool_call><|im_end|>'
+    assert factory.text(row["labels"]) == (f"{said}\n" if said else "") + block
+
+
 texts = st.text(
     alphabet=st.one_of(st.sampled_from("ab \n<>|/你🤖"), st.characters(exclude_categories=("Cs", "Cc", "Cn"))),
     max_size=12,
 )
-pieces = st.sampled_from(["<think>", "</think>", "<tool_call>", "`<think>`", "```", "{", "\n\n"])
+pieces = st.sampled_from(
+    [
+        *("<think>", "</think>", "`<think>`", "<tool_call>", "</tool_response>", "<|im_end|>", "<|endoftext|>", "```"),
+        *("<|im_start|>assistant\n", "{", "\n\n", " ", "{{content}}", "{{idx}}", "<image>"),
+    ]
+)
 contents = st.lists(st.one_of(texts, pieces), min_size=1, max_size=4).map("".join)
 untagged = contents.filter(lambda text: "think>" not in text)
 answers = st.one_of(
@@ -547,10 +563,29 @@ answers = st.one_of(
     # After reasoning, a dataset cannot say where the line breaks of the tags end and those of the text begin.
     st.builds(answer, untagged.map(lambda text: text.lstrip("\n")), untagged.filter(str.strip)),
 )
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), untagged),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    max_leaves=3,
+)
+
+
+def call(text: str, reasoning: str, functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    made = answer(text, reasoning, calls=tuple(name for name, _ in functions))
+    for tool_call, (_, arguments) in zip(made["tool_calls"], functions, strict=True):
+        tool_call["function"]["arguments"] = arguments
+    return made
+
+
 calls = st.builds(
-    lambda names, reasoning: answer("", reasoning, calls=tuple(names)),
-    st.lists(st.sampled_from(["add", "sub"]), min_size=1, max_size=2),
+    call,
+    st.sampled_from(["", "Wait."]),
     st.sampled_from(["", "r"]),
+    st.lists(
+        st.tuples(st.sampled_from(["add", "sub"]), st.dictionaries(st.sampled_from("xyz"), values, max_size=2)),
+        min_size=1,
+        max_size=2,
+    ),
 )
 exchanges = st.one_of(
     st.tuples(contents.map(user), answers),
@@ -577,9 +612,11 @@ def test_random_conversations(
     system: str | None,
 ) -> None:
     """Whatever is said, every answer is trained once, after the official prompt, and the text is the official one."""
+    from llamafactory.data.parser import DatasetAttr
     from llamafactory.data.template import TEMPLATES
 
     from llamafactory_preflight.fixer.choose import for_stage
+    from llamafactory_preflight.fixer.convert import _merged
     from llamafactory_preflight.fixer.prepare import Preparation
 
     assume(variant.template in TEMPLATES)
@@ -595,7 +632,8 @@ def test_random_conversations(
     wanted = list(expected(variant, case, tokenizer, chat_templates[variant.chat_template]))
     names = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
     record = sharegpt(messages, tools)
-    turns = [{"role": names[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    merged = _merged(record["conversations"], DatasetAttr("file", "x", formatting="sharegpt"))
+    turns = [{"role": names[turn["from"]], "content": turn["value"]} for turn in merged]
     template = for_stage(
         Factory(tokenizer).template(variant.template, enable_thinking=variant.enable_thinking),
         "sft",
