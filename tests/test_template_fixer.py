@@ -458,6 +458,9 @@ BROKEN = {
             {"from": "function_call", "value": '{"name": "add", "arguments": "{x"}'},
         ]
     },
+    "a call is missing": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "[]"}]
+    },
     "a call is not JSON": {
         "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add(1)"}]
     },
@@ -466,7 +469,7 @@ BROKEN = {
     },
 }
 ODD = {
-    "an empty turn": sharegpt([user(""), answer("a"), user("q"), answer("b")]),
+    "an empty turn": sharegpt([user("q"), answer("a"), user(" "), answer("b")]),
     "a think tag that is never closed": sharegpt([user("q"), answer("x", written="<think>\nr")]),
 }
 
@@ -479,9 +482,9 @@ def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool)
     said = factory.said
     for position, reason in enumerate(BROKEN, 1):
         assert f"left out: {reason} (index {position})" in said
-    for position, reason in enumerate(ODD, 5):
+    for position, reason in enumerate(ODD, len(BROKEN) + 2):
         assert f"kept: {reason} (index {position})" in said
-    assert "43% of the data for training is lost" in said
+    assert "50% of the data for training is lost" in said
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
 
 
@@ -501,6 +504,19 @@ def test_an_answer_longer_than_the_limit_is_left_out(
     seen = "the first 3 samples" if streaming else "3 samples"
     assert f"2 of {seen} left out: their answer alone is longer than cutoff_len" in factory.said
     assert "67% of the data for training is lost" in factory.said
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "kto"])
+def test_an_empty_answer_is_named(factory: Factory, stage: str) -> None:
+    empty, good = sharegpt([user("q"), answer("")]), sharegpt([user("q"), PLAIN])
+    columns: dict[str, Any] = {}
+    if stage == "rm":
+        empty, good, columns = pair("a", ""), pair("a", "b"), RANKING
+    elif stage == "kto":
+        empty, good = ({**record, "tag": True} for record in (empty, good))
+        columns = {"kto_tag": "tag"}
+    assert len(factory.rows([good, empty], stage=stage, columns=columns)) == 2
+    assert "1 of 2 samples for training kept: an empty turn (index 1)" in factory.said
 
 
 def test_reasons_for_losses_add_up(factory: Factory) -> None:

@@ -33,7 +33,9 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
         return original(dataset, **kwargs)
     do_generate = bool(training_args.predict_with_generate and kwargs["is_eval"])
     staged = choose.for_stage(template, stage, do_generate=do_generate, cutoff_len=data_args.cutoff_len)
-    mapper = prepare.Preparation(template=staged, splits=stage == "sft" and not do_generate)
+    mapper = prepare.Preparation(
+        template=staged, splits=stage == "sft" and not do_generate, is_feedback=stage == "kto"
+    )
     options: dict[str, Any] = {}
     if not data_args.streaming:
         options = {
@@ -101,7 +103,7 @@ def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, proce
         template=family.template,
         rules=template.rules,
     )
-    if len(family.modes) > 1:
+    if len(family.modes) > 1 and tally.rows:
         words = "with thinking" if mode == "think" else "without thinking"
         session.say(
             f"{tally.num_think} answers are trained with thinking and {tally.num_no_think} without. "

@@ -68,6 +68,8 @@ def _calls(content: str) -> tuple[str, list[Message]]:
     if starts and all(answer.text.startswith("<function=", start) for start in starts):
         return content, []  # written in the model's own way already
     said, calls = _taken_apart(answer.text)
+    if not calls:
+        raise BrokenSample("a call is missing")
     return reasoning + said, [{"type": "function", "function": _function(call)} for call in calls]
 
 
@@ -96,7 +98,7 @@ def _taken_apart(text: str) -> tuple[str, list[Any]]:
         pieces.append(text[at : start.start()])
         calls.extend(given if isinstance(given, list) else [given])
         at = stop.end()
-    if not calls:
+    if not at:
         _refused()
     pieces.append(text[at:])
     return "\n".join(filter(None, (piece.strip("\n") for piece in pieces))), calls
