@@ -562,6 +562,16 @@ def test_a_tag_in_an_argument_is_text(factory: Factory, said: str, typed: str) -
     assert factory.text(row["labels"]) == (f"{said}\n" if said else "") + block
 
 
+def test_a_special_token_in_a_list_that_is_printed_as_python_does(
+    factory: Factory, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates["qwen3_coder"])
+    (row,) = factory.rows(
+        [sharegpt([user("q"), call("", "", [("add", {"x": ["<|im_end|>"]})])], tools=True)], name="qwen3_nothink"
+    )
+    assert "['<|im_end|>']" in factory.text(row["labels"]) and row["labels"].count(IM_END) == 1
+
+
 texts = st.text(
     alphabet=st.one_of(st.sampled_from("ab \n<>|/你🤖"), st.characters(exclude_categories=("Cs", "Cc", "Cn"))),
     max_size=12,

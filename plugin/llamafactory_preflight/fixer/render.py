@@ -18,6 +18,7 @@ from llamafactory_preflight.templates.ollama import Texts
 
 # Stands in a text that only looks like a special token; no character, so no data has it.
 MARK = "\ufdd0"
+_SPELLED_MARK = ascii(MARK)[1:-1]  # in a list that a template prints as Python does
 _HEADER = "<|im_start|>assistant\n"
 _EARLIER = "\ufdd1"  # takes the place of an earlier answer
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -80,6 +81,9 @@ def chat_text(style: Style, messages: Sequence[Message], tools: Any, *, mode: Mo
         )
     except jinja2.TemplateError as error:
         raise BrokenSample(f"the chat template refuses it: {error}") from None
+    if _SPELLED_MARK in text:
+        for token in style.special_tokens:
+            text = text.replace(token[0] + _SPELLED_MARK + token[1:], token[0] + MARK + token[1:])
     return text
 
 
