@@ -72,5 +72,7 @@ def fix_end_tokens(model: Any, tokenizer: Any) -> list[str]:
 
 def _stops(owner: Any) -> set[int]:
     """End tokens that a configuration names."""
-    given = getattr(owner, "eos_token_id", None)
-    return set(given) if isinstance(given, list) else {given} - {None}
+    given: list[int] | int | None = getattr(owner, "eos_token_id", None)
+    if given is None:
+        return set()
+    return set(given) if isinstance(given, list) else {given}
