@@ -53,6 +53,13 @@ def test_copying_twice_is_fine_and_a_changed_file_is_kept(tmp_path: Path) -> Non
     assert first[0].read_bytes() == presets.find("cpu_smoke").file.read_bytes()
 
 
+def test_presets_of_other_data_sets_are_copied_beside_each_other(tmp_path: Path) -> None:
+    presets.copy("24gb_lora", tmp_path, force=False)
+    presets.copy("12gb_dpo_lora", tmp_path, force=False)
+    for name in ("24gb_lora", "12gb_dpo_lora"):
+        assert paths.dataset_names(presets.find(name).arguments) <= paths.datasets_in(tmp_path / "data")
+
+
 def test_a_data_folder_with_these_data_sets_is_left_alone(tmp_path: Path) -> None:
     info = tmp_path / "data" / "dataset_info.json"
     info.parent.mkdir()

@@ -155,16 +155,17 @@ def _measured(file: Path) -> Measured | None:
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
-    """The data sets that a preset names, as files; none where the target has data sets of these names."""
+    """All data sets of the pack as files, so that the next preset finds its own; none where the target has these."""
     source = _folder() / str(preset.arguments.get("dataset_dir", "data"))
     names = paths.dataset_names(preset.arguments)
     folder = target / source.name
     if names <= paths.datasets_in(folder).keys():
         return {}
-    info = json.loads((source / paths.DATA_INFO).read_text(encoding="utf-8"))
-    chosen = {name: info[name] for name in sorted(names)}
-    files = {folder / item["file_name"]: (source / item["file_name"]).read_bytes() for item in chosen.values()}
-    return files | {folder / paths.DATA_INFO: (json.dumps(chosen, indent=2) + "\n").encode()}
+    text = (source / paths.DATA_INFO).read_bytes()
+    files = {
+        folder / item["file_name"]: (source / item["file_name"]).read_bytes() for item in json.loads(text).values()
+    }
+    return files | {folder / paths.DATA_INFO: text}
 
 
 def _write(contents: dict[Path, bytes]) -> None:
