@@ -103,7 +103,7 @@ def build(folder: Path, *, steps: int, device: str) -> float:
         schedule.step()
         optimizer.zero_grad()
     model.to(torch.bfloat16).save_pretrained(folder)
-    return float(loss)
+    return float(loss.detach())
 
 
 def held_out_loss(model_folder: Path, tuned: Path | None, pairs: list[tuple[str, str]], device: str) -> float:

@@ -57,7 +57,7 @@ def test_presets_of_other_data_sets_are_copied_beside_each_other(tmp_path: Path)
     presets.copy("24gb_lora", tmp_path, force=False)
     presets.copy("12gb_dpo_lora", tmp_path, force=False)
     for name in ("24gb_lora", "12gb_dpo_lora"):
-        assert paths.dataset_names(presets.find(name).arguments) <= paths.datasets_in(tmp_path / "data")
+        assert paths.dataset_names(presets.find(name).arguments) <= paths.datasets_in(tmp_path / "data").keys()
 
 
 def test_a_data_folder_with_these_data_sets_is_left_alone(tmp_path: Path) -> None:
