@@ -132,7 +132,8 @@ def held_out_loss(model_folder: Path, tuned: Path | None, pairs: list[tuple[str,
 
 def arms(root: Path, mean_tokens: float, *, cpu: bool) -> dict[str, dict[str, Any]]:
     """What is compared. The presets' packs hold as many samples as a step of the example."""
-    packed = {"cutoff_len": int(SAMPLES_PER_STEP * mean_tokens), "per_device_train_batch_size": 1}
+    length = round(SAMPLES_PER_STEP * mean_tokens / 8) * 8  # LLaMA-Factory 0.9.5 packs to multiples of 8 only
+    packed = {"cutoff_len": length, "per_device_train_batch_size": 1}
     packed |= {"gradient_accumulation_steps": 1}
     preset = yaml.safe_load((root / "presets/24gb_lora.yaml").read_text(encoding="utf-8")) | packed
     found = {"example": compare_speed.EXAMPLE, "recipe": compare_speed.RECIPE, "preset": preset}
