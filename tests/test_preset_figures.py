@@ -34,7 +34,7 @@ def test_a_header_says_what_the_preset_and_the_record_say(preset: Preset) -> Non
     assert what.startswith(f"# {model}, ") and f"{preset.tier_gb} GB card" in what
     step = figures.tokens_per_step(preset.arguments, preset.num_gpus)
     assert tokens == f"# Tokens: a sample holds at most {preset.arguments['cutoff_len']:,}, a step {step:,}."
-    assert measured == figures.measured_line(preset.name, RECORD)
+    assert measured == figures.measured_line(preset.name, RECORD, preset.arguments)
     torchrun = "FORCE_TORCHRUN=1 " if "deepspeed" in preset.arguments and preset.num_gpus == 1 else ""
     assert command == f"# Run: {torchrun}llamafactory-cli train presets/{preset.name}.yaml"
     assert change.startswith("# Change first: ")
