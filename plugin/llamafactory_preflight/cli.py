@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import NoReturn
 
@@ -173,6 +175,7 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("items", nargs="+", metavar="FILE|key=value", help="a YAML or JSON file, and overrides")
     parser.add_argument("--sample", type=int, default=3, help="how many samples to print")
     parser.add_argument("--html", type=Path, help="also write them to this page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
     from llamafactory_preflight import arguments
     from llamafactory_preflight.templates import view
@@ -181,6 +184,9 @@ def _template(argv: Sequence[str]) -> int:
     from llamafactory_preflight.fixer.show import show
 
     shown = show(given, num_samples=max(0, options.sample))
+    if options.json:
+        print(json.dumps(asdict(shown)))
+        return 0
     for number, sample in enumerate(shown.samples):
         print(f"{view.heading(number, sample)}\n{view.terminal(sample, coloured=sys.stdout.isatty())}\n")
     numbers = view.statistics(shown.lengths, shown.trained, cutoff_len=shown.cutoff_len)

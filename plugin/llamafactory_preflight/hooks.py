@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -103,6 +104,27 @@ def _repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any
     return around
 
 
+def _around_create_train_tab(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds presets and the memory panel to LLaMA-Board; a board that changed too much is left alone."""
+
+    @functools.wraps(original)
+    def create_train_tab(engine: Any) -> Any:
+        page = _fail_open(functools.partial(_build_board, engine), None)
+        tab = original(engine)
+        return tab if page is None else _fail_open(functools.partial(page.connect, tab), tab)
+
+    return create_train_tab
+
+
+def _in_board(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a wrapper for a function of LLaMA-Board that would undo what a preset filled in."""
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        return _fail_open(functools.partial(_board_wrapper, name, original), original)
+
+    return around
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchPoint:
     """One function of LLaMA-Factory that we wrap right after its module was imported.
@@ -145,6 +167,16 @@ POINTS = (
     PatchPoint(
         module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
     ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="create_train_tab", around=_around_create_train_tab
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="change_stage", around=_in_board("change_stage")
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.top", attribute="get_model_info", around=_in_board("get_model_info")
+    ),
+    PatchPoint(module="llamafactory.webui.common", attribute="_clean_cmd", around=_in_board("_clean_cmd")),
 )
 MODULES = frozenset(point.module for point in POINTS)
 
@@ -211,6 +243,20 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
     if given and longest is not None:
         by_name = given if isinstance(given, dict) else arguments.read(given)
         guard.data(by_name, longest, speaks=handoff.speaks())
+
+
+def _build_board(engine: Any) -> Any:
+    from llamafactory_preflight.board import page
+
+    return page.build(engine)
+
+
+def _board_wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    if len(inspect.signature(original).parameters) != 1:
+        raise TypeError(f"LLaMA-Board's {name} takes other arguments than it did")
+    from llamafactory_preflight.board import keep
+
+    return keep.wrapper(name, original)
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
