@@ -154,17 +154,24 @@ def _presets(argv: Sequence[str]) -> int:
     show = verbs.add_parser("show", help="print a preset")
     show.add_argument("name")
     copy = verbs.add_parser("copy", help="write a preset and the files that it needs")
-    copy.add_argument("name")
+    copy.add_argument("name", nargs="?", help="a preset; with --board it may be left out, for all of them")
     copy.add_argument("directory", nargs="?", type=Path, default=Path())
+    copy.add_argument("--board", action="store_true", help="as configs that LLaMA-Board can load")
     copy.add_argument("--force", action="store_true", help="overwrite files that are in the way")
     options = parser.parse_args(list(argv))
     from llamafactory_preflight import preset_table, presets
 
     if options.verb == "show":
         print(presets.find(options.name).file.read_text(encoding="utf-8"), end="")
+    elif options.verb == "copy" and options.board:
+        from llamafactory_preflight.board import configs
+
+        chosen = [presets.find(options.name)] if options.name else presets.available()
+        print(*configs.copy(chosen, options.directory, force=options.force), sep="\n")
     elif options.verb == "copy":
-        for file in presets.copy(options.name, options.directory, force=options.force):
-            print(file)
+        if options.name is None:
+            parser.error("the name of a preset is missing")
+        print(*presets.copy(options.name, options.directory, force=options.force), sep="\n")
     else:
         print("\n".join(preset_table.lines(presets.available())))
     return 0

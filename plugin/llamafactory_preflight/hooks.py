@@ -6,17 +6,17 @@ Every hook fails open: whatever goes wrong in here is one line on standard error
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.board import around as board
+from llamafactory_preflight.failing import fail_open as _fail_open
 
 
 SUBCOMMANDS = ("preflight", "presets", "template", "doctor")
@@ -27,7 +27,6 @@ USAGE = """\
 |   llamafactory-cli template A.yaml: show the samples of a training run as the model will see them
 |   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
 
-_T = TypeVar("_T")
 _V1_TRAIN_COMMANDS = ("train", "sft", "dpo", "rm")
 
 
@@ -104,27 +103,6 @@ def _repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any
     return around
 
 
-def _around_create_train_tab(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds presets and the memory panel to LLaMA-Board; a board that changed too much is left alone."""
-
-    @functools.wraps(original)
-    def create_train_tab(engine: Any) -> Any:
-        page = _fail_open(functools.partial(_build_board, engine), None)
-        tab = original(engine)
-        return tab if page is None else _fail_open(functools.partial(page.connect, tab), tab)
-
-    return create_train_tab
-
-
-def _in_board(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a wrapper for a function of LLaMA-Board that would undo what a preset filled in."""
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        return _fail_open(functools.partial(_board_wrapper, name, original), original)
-
-    return around
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PatchPoint:
     """One function of LLaMA-Factory that we wrap right after its module was imported.
@@ -168,15 +146,15 @@ POINTS = (
         module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
     ),
     PatchPoint(
-        module="llamafactory.webui.components.train", attribute="create_train_tab", around=_around_create_train_tab
+        module="llamafactory.webui.components.train", attribute="create_train_tab", around=board.create_train_tab
     ),
     PatchPoint(
-        module="llamafactory.webui.components.train", attribute="change_stage", around=_in_board("change_stage")
+        module="llamafactory.webui.components.train", attribute="change_stage", around=board.keeping("change_stage")
     ),
     PatchPoint(
-        module="llamafactory.webui.components.top", attribute="get_model_info", around=_in_board("get_model_info")
+        module="llamafactory.webui.components.top", attribute="get_model_info", around=board.keeping("get_model_info")
     ),
-    PatchPoint(module="llamafactory.webui.common", attribute="_clean_cmd", around=_in_board("_clean_cmd")),
+    PatchPoint(module="llamafactory.webui.common", attribute="_clean_cmd", around=board.keeping("_clean_cmd")),
 )
 MODULES = frozenset(point.module for point in POINTS)
 
@@ -245,20 +223,6 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
         guard.data(by_name, longest, speaks=handoff.speaks())
 
 
-def _build_board(engine: Any) -> Any:
-    from llamafactory_preflight.board import page
-
-    return page.build(engine)
-
-
-def _board_wrapper(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    if len(inspect.signature(original).parameters) != 1:
-        raise TypeError(f"LLaMA-Board's {name} takes other arguments than it did")
-    from llamafactory_preflight.board import keep
-
-    return keep.wrapper(name, original)
-
-
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
     """Lets LLaMA-Factory find what a preset names, in every rank, from whatever folder the run was started."""
     from llamafactory_preflight import arguments, paths
@@ -301,25 +265,3 @@ def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwar
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         handoff.warn_once(f"a repair of the chat template failed and is left out ({reason})")
     return results[-1] if results else original(*args, **kwargs)
-
-
-def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
-    """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
-    collects = gc.isenabled()
-    gc.disable()  # torch has made so many objects that one collection takes longer than the step
-    try:
-        from llamafactory_preflight.errors import UserError
-        from llamafactory_preflight.settings import Settings
-
-        try:
-            if Settings.from_environment().mode != "off":
-                return step()
-        except UserError as error:
-            handoff.warn_once(str(error))
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        handoff.warn_once(f"a step failed and is left out ({reason})")
-    finally:
-        if collects:
-            gc.enable()
-    return otherwise

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from html import escape
 from itertools import zip_longest
@@ -20,7 +19,7 @@ from llamafactory_preflight.board.place import Placement, Values
 from llamafactory_preflight.board.session import Change, Session
 from llamafactory_preflight.board.words import say
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.presets import Preset
+from llamafactory_preflight.presets import Preset, with_absolute_paths
 
 
 Data = Mapping[Any, Any]
@@ -57,10 +56,8 @@ class Actions:
         chosen = next((preset for preset in self.presets if preset.name == data[self.ours["preset"]]), None)
         if chosen is None:
             return self._nothing()
-        arguments = chosen.arguments
-        if data[self.ours["keep"]]:
-            arguments = {name: value for name, value in arguments.items() if name not in _own(values, current)}
-        arguments = arguments | _absolute(chosen)
+        own = _own(values, current) if data[self.ours["keep"]] else set()
+        arguments = {name: value for name, value in with_absolute_paths(chosen).items() if name not in own}
         try:
             placement = place.preset(self.board, arguments, values)
         except UserError as error:
@@ -103,7 +100,7 @@ class Actions:
         return {
             **{self.inputs[name]: gr.update(value=value) for name, value in restored.items()},
             **self._told(panel.page(f"<p>{escape(say('undone', self._lang(data)))}</p>")),
-            self.ours["undo"]: gr.update(interactive=bool(current.changes)),
+            self.ours["undo"]: gr.update(visible=bool(current.changes)),
             self.ours["preset"]: gr.update(value=None),
         }
 
@@ -167,8 +164,8 @@ class Actions:
         if not values[fields.MODEL_PATH]:
             return panel.message("no_model", lang), []
         arguments = adapter.as_sent(self.board.parse(values))
-        card, num = data[self.ours["card"]], data[self.ours["num_cards"]]
-        looked = look(arguments, card=str(card or ""), num_cards=num)
+        card, num_cards = data[self.ours["card"]], data[self.ours["num_cards"]]
+        looked = look(arguments, card="" if card in (None, menu.HERE) else str(card), num_cards=num_cards)
         if looked.asking:
             current.is_asking = True
             return panel.message("asking", lang), []
@@ -194,11 +191,11 @@ class Actions:
         return {
             **{self.inputs[name]: gr.update(value=value) for name, (_, value) in change.changed.items()},
             **self._told(_as_table(change, lang)),
-            self.ours["undo"]: gr.update(interactive=True),
+            self.ours["undo"]: gr.update(visible=True),
         }
 
     def _told(self, text: str) -> Updates:
-        return {self.ours["changes"]: gr.update(value=text, visible=True)}
+        return {self.ours["changes"]: gr.update(value=text), self.ours["changes_row"]: gr.update(visible=True)}
 
     def _nothing(self) -> Updates:
         return {self.ours["changes"]: gr.update()}
@@ -219,14 +216,6 @@ def _own(values: Values, current: Session) -> set[str]:
     if values[fields.DATASET] and values[fields.DATASET] != current.chosen.get(fields.DATASET):
         own |= {"dataset", "dataset_dir"}
     return own
-
-
-def _absolute(preset: Preset) -> dict[str, Any]:
-    """The DeepSpeed file of a preset lies in the pack, and the board works in the user's folder."""
-    deepspeed = preset.arguments.get("deepspeed")
-    if not isinstance(deepspeed, str) or os.path.isabs(deepspeed):
-        return {}
-    return {"deepspeed": str((preset.file.parent.parent / deepspeed).resolve())}
 
 
 def _as_table(change: Change, lang: str | None) -> str:

@@ -18,13 +18,18 @@ from llamafactory_preflight.errors import UserError
 
 # Elements of the tab that say something or that belong to the page, and describe no training.
 NO_ARGUMENTS = frozenset({"train.current_time", "train.device_count", "train.resume_btn", "train.progress_bar"})
+# Those above the tabs that do; `top.hub_name` is not among the board's inputs of a training.
+ABOVE = ("lang", "model_name", "model_path", "finetuning_type", "checkpoint_path", "quantization_bit",
+         "quantization_method", "template", "rope_scaling", "booster")  # fmt: skip
+OURS = "preflight_"
 Elements = Mapping[str, Any]
 """Elements of gradio by the board's identifier."""
 
 
 def inputs(base: Elements, tab: Elements) -> dict[str, Any]:
     """The elements that describe a training: those above the tabs and those of the Train tab, by identifier."""
-    every = {**base, **{f"train.{name}": element for name, element in tab.items()}}
+    in_tab = {f"train.{name}": element for name, element in tab.items() if not name.startswith(OURS)}
+    every = {**{name: base[name] for name in (f"top.{name}" for name in ABOVE)}, **in_tab}
     kinds = (gr.Dropdown, gr.Textbox, gr.Slider, gr.Checkbox)
     return {name: item for name, item in every.items() if isinstance(item, kinds) and name not in NO_ARGUMENTS}
 

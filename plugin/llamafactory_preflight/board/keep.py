@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,6 +28,7 @@ def wrapper(name: str, original: Callable[[Any], Any]) -> Callable[..., Any]:
 def _keeping_false(original: Callable[[Any], Any]) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """The board leaves out what is false, as if that were every argument's default."""
 
+    @functools.wraps(original)
     def clean(args: dict[str, Any]) -> dict[str, Any]:
         kept = original(args)
         written: frozenset[str] = getattr(args, "written", frozenset())
@@ -44,4 +47,9 @@ def _answering(handler: str, original: Callable[[str], Any]) -> Callable[..., An
         filled = session.of(request).answer(handler, value)
         return original(value) if filled is None else filled
 
+    # Not all of it: gradio reads the parameters and their types of the wrapper to find out that it wants the request.
+    signature = inspect.signature(answer)
+    functools.update_wrapper(answer, original, assigned=("__module__", "__name__", "__qualname__", "__doc__"))
+    answer.__annotations__ = {"value": str, "request": gr.Request}
+    answer.__signature__ = signature  # type: ignore[attr-defined]
     return answer

@@ -20,11 +20,11 @@ def _button(*texts: str) -> dict[str, dict[str, str]]:
 
 LABELS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "preflight_tier": _label(
-        ("GPU memory tier", "The one that suits the card found is suggested."),
-        ("Класс видеопамяти", "Предложен подходящий для найденной карты."),
-        ("显存档位", "已按检测到的显卡给出建议。"),
-        ("GPU 메모리 등급", "발견된 카드에 맞는 등급을 제안합니다."),
-        ("GPU メモリの区分", "見つかったカードに合うものを提案します。"),
+        ("GPU memory tier", "Suggested: what was found here."),
+        ("Класс видеопамяти", "Предложен найденный здесь."),
+        ("显存档位", "已按本机给出建议。"),
+        ("GPU 메모리 등급", "이 컴퓨터에 맞게 제안됨."),
+        ("GPU メモリの区分", "このマシンに合わせた提案。"),
     ),
     "preflight_preset": _label(
         ("Hardware preset", "Choosing one fills the fields below; nothing starts."),

@@ -13,6 +13,8 @@ from llamafactory_preflight.units import GIB
 
 
 LEAST_OF_TIER = 0.9  # a card reports up to a tenth less than it is sold as: an A10 of 24 GB has 22.1 GiB
+HERE = "here"
+"""Stands for the GPUs of this machine in the menu of cards."""
 Choice = tuple[str, str]
 
 
@@ -40,7 +42,7 @@ def card_choices(lang: str | None = "en") -> list[Choice]:
     """Cards to plan for; the first is this machine."""
     found = _machine(cards.visible())
     here = f"{say('this_machine', lang)} ({found})"
-    return [(here, ""), *((f"{name.upper()} ({size:g} GiB)", name) for name, size in cards.CARDS.items())]
+    return [(here, HERE), *((f"{name.upper()} ({size:g} GiB)", name) for name, size in cards.CARDS.items())]
 
 
 def _machine(devices: Sequence[Device]) -> str:

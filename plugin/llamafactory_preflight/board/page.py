@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
+from gradio.layouts import Form
 from llamafactory.webui.locales import LOCALES
 
 from llamafactory_preflight import device, presets
@@ -17,8 +18,6 @@ from llamafactory_preflight.presets import Preset
 
 
 NUM_REMEDIES = 8
-ABOVE = ("lang", "model_name", "model_path", "finetuning_type", "checkpoint_path", "quantization_bit",
-         "quantization_method", "template", "rope_scaling", "booster")  # fmt: skip
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "show_api": False}
 
 
@@ -54,7 +53,7 @@ class Page:
         ours, inputs = self.ours, adapter.inputs(self.above, tab)
         actions = Actions(self.engine, inputs, ours, self.available)
         every = {*inputs.values(), ours["preset"], ours["keep"], ours["card"], ours["num_cards"]}
-        fills = [*inputs.values(), ours["changes"], ours["undo"], ours["preset"]]
+        fills = [*inputs.values(), ours["changes_row"], ours["changes"], ours["undo"], ours["preset"]]
         told = ("panel", "remedies_box", "remedies_title", "template_words", "template_use")
         shows = [*(ours[name] for name in told), *ours["remedies"]]
         raw: dict[str, Any] = {**QUIET, "preprocess": False}  # also what a slider would refuse is to be judged
@@ -73,7 +72,7 @@ class Page:
             actions.sample, every, [ours["sample_view"]], preprocess=False, show_progress="hidden", show_api=False
         )
         tab["output_box"].change(actions.measured, every, [ours["measured"]], **raw)
-        named = {name: ours[name.removeprefix("preflight_")] for name in LABELS}
+        named = {name: ours[name.removeprefix(adapter.OURS)] for name in LABELS}
         return tab | named
 
 
@@ -83,7 +82,7 @@ def build(engine: Any) -> Page:
     Raises:
         LookupError: The board lacks something that this needs.
     """
-    above = {f"top.{name}": engine.manager._id_to_elem.get(f"top.{name}") for name in ABOVE}
+    above = {f"top.{name}": engine.manager._id_to_elem.get(f"top.{name}") for name in adapter.ABOVE}
     missing = [name for name, element in above.items() if element is None]
     missing += [name for name in start.REPLACED if not callable(getattr(engine.runner, name, None))]
     if missing:
@@ -102,21 +101,25 @@ def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
     ours: dict[str, Any] = {}
     with gr.Column() as ours["frame"]:
         with gr.Row():
-            ours["tier"] = gr.Dropdown(choices=menu.tiers(available), value=tier, scale=1, min_width=130)
-            ours["preset"] = gr.Dropdown(choices=menu.of_tier(available, tier), value=None, scale=4, min_width=240)
-            ours["keep"] = gr.Checkbox(value=True, scale=2, min_width=180)
-            ours["undo"] = gr.Button(interactive=False, size="sm", scale=1, min_width=110)
-        ours["changes"] = gr.HTML(visible=False)
-        ours["panel"] = gr.HTML(panel.message("no_model", "en"))
+            ours["tier"] = gr.Dropdown(choices=menu.tiers(available), value=tier, scale=2, min_width=160)
+            ours["preset"] = gr.Dropdown(choices=menu.of_tier(available, tier), value=None, scale=5, min_width=240)
+            ours["keep"] = gr.Checkbox(value=True, scale=2, min_width=200)
+        with gr.Row(visible=False) as ours["changes_row"]:
+            with gr.Column(scale=6, min_width=200):
+                ours["changes"] = gr.HTML(elem_id="preflight-changes")
+            ours["undo"] = gr.Button(size="sm", scale=1, min_width=110)
+        ours["panel"] = gr.HTML(panel.message("no_model", "en"), elem_id="preflight-panel")
         with gr.Column(elem_classes="preflight-remedies", visible=False) as ours["remedies_box"]:
             ours["remedies_title"] = gr.HTML()
             ours["remedies"] = [gr.Button(visible=False, size="sm") for _ in range(NUM_REMEDIES)]
         ours["measured"] = gr.HTML(visible=False)
         with gr.Row():
             cards = menu.card_choices()
-            ours["card"] = gr.Dropdown(choices=cards, value="", allow_custom_value=True, scale=3, min_width=240)
+            ours["card"] = gr.Dropdown(choices=cards, value=menu.HERE, allow_custom_value=True, scale=3, min_width=240)
             ours["num_cards"] = gr.Textbox(value="", placeholder="1", scale=1, min_width=110)
-    with template.parent, gr.Column(min_width=160):
+    # gradio has put the menus of the row into a form by now.
+    row = template.parent.parent if isinstance(template.parent, Form) else template.parent
+    with row, gr.Column(min_width=200, scale=0):
         ours["template_words"] = gr.HTML()
         ours["template_use"] = gr.Button(visible=False, size="sm")
         ours["sample"] = gr.Button(size="sm")

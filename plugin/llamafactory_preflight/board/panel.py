@@ -33,7 +33,8 @@ STYLE = """<style>
 .preflight .bar i { display: block; height: 100%; background: var(--part);
   box-shadow: inset -1px 0 rgba(255, 255, 255, .6); }
 .preflight .bar b { position: absolute; top: 0; bottom: 0; width: 0; border-left: 3px dashed var(--body-text-color); }
-.preflight ul { list-style: none; margin: 0 0 6px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px; }
+.preflight ul, .preflight li { list-style: none !important; } .preflight li::marker { content: none; }
+.preflight ul { margin: 0 0 6px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px; }
 .preflight li { margin: 0; } .preflight li i { display: inline-block; width: 11px; height: 11px; margin-right: 5px;
   border-radius: 2px; background: var(--part); outline: 1px solid rgba(128, 128, 128, .6); }
 .preflight .weights { --part: #0b5cad; } .preflight .adapters { --part: #56b4e9; }

@@ -150,6 +150,8 @@ def _defaults(sent: Mapping[str, Any], arguments: Mapping[str, Any]) -> dict[str
         defaults = known.arguments[name].defaults if known and name in known.arguments else ()
         if name == "lora_alpha":
             defaults = (2 * sent["lora_rank"],)  # llamafactory/hparams/finetuning_args.py
+        elif name == "packing":
+            defaults = (bool(sent.get("neat_packing")) or sent.get("stage") == "pt",)  # hparams/data_args.py
         if len(defaults) == 1 and not fields.same(value, defaults[0]) and (value or defaults[0]):
             found[name] = defaults[0]
     return found
