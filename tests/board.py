@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -16,8 +17,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 
 QWEN3: dict[str, Any] = {
@@ -154,7 +153,7 @@ class BoardPage:
         page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         page.on("request", lambda request: self._running.add(request) if _is_event(request.url) else None)
         for event in ("requestfinished", "requestfailed"):
-            page.on(event, self._running.discard)
+            page.on(event, lambda request: self._running.discard(request))
 
     def open(self) -> BoardPage:
         """Loads the page, or loads it again."""
@@ -191,10 +190,15 @@ class BoardPage:
         field.press("Tab")
         self.settle()
 
-    def press(self, name: str, *, timeout: float = 30) -> None:
-        """Presses a button of the visible tab."""
+    def press(self, name: str, *, until: str = "", timeout: float = 30) -> None:
+        """Presses a button of the visible tab, and waits until the box below the buttons says something."""
         self.page.locator("button:visible", has_text=name).first.click()
-        self.settle(timeout)
+        self.settle()
+        deadline = time.monotonic() + timeout
+        while until and not re.search(until, self.output()):
+            assert time.monotonic() < deadline, f"the output is still {self.output()!r}"
+            self.page.wait_for_timeout(100)
+        self.settle()
 
     def preset(self, tier: str, name: str) -> None:
         """Chooses a preset."""
@@ -212,11 +216,14 @@ class BoardPage:
 
     def command(self) -> dict[str, Any]:
         """The arguments in Preview's command, read as the command line would be."""
-        self.press("Preview command")
+        before, deadline = self.output(), time.monotonic() + 3  # it may well be the same command as before
+        self.press("Preview command", until="llamafactory-cli train")
+        while self.output() == before and time.monotonic() < deadline:
+            self.page.wait_for_timeout(50)
         lines = self.page.locator("code", has_text="llamafactory-cli train").first.inner_text().splitlines()
         pairs = [line.strip().removesuffix("\\").strip().removeprefix("--").split(" ", 1) for line in lines[1:]]
-        return {name: yaml.safe_load(value) for name, value in pairs}
+        return {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
 
 
 def _is_event(url: str) -> bool:
-    return "/run/" in url or "/queue/" in url or "/config" in url
+    return "/run/" in url or "/queue/join" in url or "/config" in url

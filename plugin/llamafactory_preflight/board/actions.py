@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 from llamafactory.webui.locales import LOCALES
 
-from llamafactory_preflight import handoff, report
+from llamafactory_preflight import handoff, paths, report
 from llamafactory_preflight.board import adapter, fields, menu, panel, place, session, template_check
 from llamafactory_preflight.board.look import MODELS, look
 from llamafactory_preflight.board.place import Placement, Values
@@ -58,12 +58,15 @@ class Actions:
             return self._nothing()
         own = _own(values, current) if data[self.ours["keep"]] else set()
         arguments = {name: value for name, value in with_absolute_paths(chosen).items() if name not in own}
+        arguments |= _data_folder(arguments)
         try:
             placement = place.preset(self.board, arguments, values)
         except UserError as error:
             return self._told(panel.message("faulty", self._lang(data), str(error)))
         updates = self._applied(placement, values, current, self._lang(data))
         current.written = frozenset(arguments)
+        if data[self.ours["card"]] not in (None, menu.HERE):
+            updates[self.ours["num_cards"]] = gr.update(value=str(chosen.num_gpus))
         watched = (fields.MODEL_NAME, fields.MODEL_PATH, fields.DATASET)
         current.chosen |= {name: placement.values[name] for name in watched if placement.values[name] != values[name]}
         return updates
@@ -216,6 +219,14 @@ def _own(values: Values, current: Session) -> set[str]:
     if values[fields.DATASET] and values[fields.DATASET] != current.chosen.get(fields.DATASET):
         own |= {"dataset", "dataset_dir"}
     return own
+
+
+def _data_folder(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Another folder where the one of that name has other data sets: the board would look into it in vain."""
+    written = str(arguments.get("dataset_dir", "data"))
+    if "dataset" not in arguments or not Path(written, paths.DATA_INFO).is_file():
+        return {}
+    return {"dataset_dir": paths.resolve(arguments, beside=None)[0].get("dataset_dir", written)}
 
 
 def _as_table(change: Change, lang: str | None) -> str:

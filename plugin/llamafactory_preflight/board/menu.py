@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.board.words import say
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.presets import ANY, Preset
-from llamafactory_preflight.units import GIB
 
 
-LEAST_OF_TIER = 0.9  # a card reports up to a tenth less than it is sold as: an A10 of 24 GB has 22.1 GiB
 HERE = "here"
 """Stands for the GPUs of this machine in the menu of cards."""
 Choice = tuple[str, str]
@@ -25,16 +22,16 @@ def tiers(available: Sequence[Preset]) -> list[Choice]:
 
 
 def suggested(available: Sequence[Preset], devices: Sequence[Device]) -> str:
-    """The largest tier that the smallest card found belongs to."""
-    total = min((device.total_bytes or 0 for device in devices), default=0)
-    fitting = [preset.tier for preset in available if _bytes(preset.tier) * LEAST_OF_TIER <= total]
-    return max(fitting, key=_bytes, default=ANY)
+    """The tier of the largest cards, and of the most of them, that the cards found are no smaller than."""
+    usable = min(((device.total_bytes or 0) - device.context_bytes for device in devices), default=0)
+    fitting = [item for item in available if item.usable_bytes <= usable and item.num_gpus <= max(1, len(devices))]
+    return max(fitting, key=lambda preset: (preset.usable_bytes, preset.num_gpus)).tier if fitting else ANY
 
 
 def of_tier(available: Sequence[Preset], tier: str | None) -> list[Choice]:
     """The presets of one tier, each with what it trains."""
     return [
-        (f"{preset.name}: {_described(preset.arguments)}", preset.name) for preset in available if preset.tier == tier
+        (f"{preset.name}: {_described(preset)}", preset.name) for preset in available if preset.tier == tier
     ]
 
 
@@ -52,19 +49,12 @@ def _machine(devices: Sequence[Device]) -> str:
     return ", ".join(counted) or "CPU"
 
 
-def _bytes(tier: str) -> int:
-    return int(tier.split()[0]) * GIB if tier != ANY else 0
-
-
-def _described(arguments: dict[str, Any]) -> str:
+def _described(preset: Preset) -> str:
+    arguments = preset.arguments
     model = str(arguments.get("model_name_or_path", "")).rpartition("/")[2]
-    bits = arguments.get("quantization_bit")
-    method = {"lora": "LoRA", "full": "full", "freeze": "freeze"}.get(
-        str(arguments.get("finetuning_type", "lora")), "OFT"
-    )
+    method = {"lora": "LoRA", "qlora": "QLoRA"}.get(preset.method, preset.method)
     stage = str(arguments.get("stage", "sft"))
-    parts = [model, ("Q" if bits else "") + method, *([stage.upper()] if stage != "sft" else [])]
-    parts.append(f"{arguments.get('cutoff_len', 2048)} tokens")
+    parts = [model, method, *([stage.upper()] if stage != "sft" else []), f"{arguments.get('cutoff_len', 2048)} tokens"]
     if arguments.get("deepspeed"):
         parts.append(str(arguments["deepspeed"]).rpartition("/")[2].removesuffix(".json"))
     return ", ".join(parts)

@@ -18,6 +18,12 @@ from llamafactory_preflight.presets import Preset
 
 
 NUM_REMEDIES = 8
+TICK = "preflight-tick"
+# A preset changes dozens of elements at once, and gradio would ask the server for each of them.
+DEBOUNCE = f"""() => {{
+  clearTimeout(window.preflightTimer);
+  window.preflightTimer = setTimeout(() => document.getElementById("{TICK}")?.click(), 100);
+}}"""
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "show_api": False}
 
 
@@ -53,7 +59,7 @@ class Page:
         ours, inputs = self.ours, adapter.inputs(self.above, tab)
         actions = Actions(self.engine, inputs, ours, self.available)
         every = {*inputs.values(), ours["preset"], ours["keep"], ours["card"], ours["num_cards"]}
-        fills = [*inputs.values(), ours["changes_row"], ours["changes"], ours["undo"], ours["preset"]]
+        fills = [*inputs.values(), ours["changes_row"], ours["changes"], ours["undo"], ours["preset"], ours["num_cards"]]
         told = ("panel", "remedies_box", "remedies_title", "template_words", "template_use")
         shows = [*(ours[name] for name in told), *ours["remedies"]]
         raw: dict[str, Any] = {**QUIET, "preprocess": False}  # also what a slider would refuse is to be judged
@@ -66,7 +72,8 @@ class Page:
             button.click(_remedy(actions, number), every, fills, **raw)
         watched = [item for name, item in inputs.items() if name not in ("train.config_path", "train.output_dir")]
         changes = [item.change for item in (*watched, ours["card"], ours["num_cards"])]
-        seen = gr.on(changes, actions.refresh, every, shows, trigger_mode="always_last", **raw)
+        gr.on(changes, None, js=DEBOUNCE, **QUIET)
+        seen = ours["tick"].click(actions.refresh, every, shows, trigger_mode="always_last", **raw)
         seen.then(actions.refresh_when_answered, every, shows, **raw)
         ours["sample"].click(actions.sample_soon, [inputs["top.lang"]], [ours["sample_view"]], **QUIET).then(
             actions.sample, every, [ours["sample_view"]], preprocess=False, show_progress="hidden", show_api=False
@@ -104,6 +111,7 @@ def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
             ours["tier"] = gr.Dropdown(choices=menu.tiers(available), value=tier, scale=2, min_width=160)
             ours["preset"] = gr.Dropdown(choices=menu.of_tier(available, tier), value=None, scale=5, min_width=240)
             ours["keep"] = gr.Checkbox(value=True, scale=2, min_width=200)
+        ours["tick"] = gr.Button("", elem_id=TICK)  # never seen: `panel.STYLE` hides it
         with gr.Row(visible=False) as ours["changes_row"]:
             with gr.Column(scale=6, min_width=200):
                 ours["changes"] = gr.HTML(elem_id="preflight-changes")

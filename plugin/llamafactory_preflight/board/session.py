@@ -48,7 +48,7 @@ class Session:
     """One open page.
 
     Attributes:
-        awaited: What the board's own handlers are to answer once: (handler, what changed) -> the filled values.
+        awaited: What the board's own handlers are to answer: by handler, the value that changed and the answer.
         changes: Presets and remedies that were applied, the last one last.
         written: Arguments of the preset that was chosen last; Preview shows those that are false, too.
         chosen: Values that a preset put there, so that they are no choice of the user's.
@@ -77,9 +77,15 @@ class Session:
                     self.awaited[handler] = (values[driver], tuple(values[name] for name in followers))
 
     def answer(self, handler: str, value: Any) -> tuple[Any, ...] | None:
-        """What was noted for a handler, once, if it is called for the value that was filled in."""
-        expected = self.awaited.pop(handler, None)
-        return expected[1] if expected is not None and expected[0] == value else None
+        """What was noted for a handler, as long as it is called for the value that was filled in.
+
+        Browsers report one change of a menu twice.
+        """
+        expected = self.awaited.get(handler)
+        if expected is not None and expected[0] == value:
+            return expected[1]
+        self.awaited.pop(handler, None)
+        return None
 
 
 _sessions: OrderedDict[str, Session] = OrderedDict()
