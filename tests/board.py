@@ -8,6 +8,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -19,29 +20,13 @@ from pathlib import Path
 from typing import Any
 
 
-QWEN3: dict[str, Any] = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "model_type": "qwen3",
-    "num_key_value_heads": 8,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-# config.json as far as memory depends on it.
-CONFIGS = {
-    "Qwen/Qwen3-8B": QWEN3
-    | {"hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32, "num_hidden_layers": 36,
-       "tie_word_embeddings": False},
-    "Qwen/Qwen3-4B": QWEN3
-    | {"hidden_size": 2560, "intermediate_size": 9728, "num_attention_heads": 32, "num_hidden_layers": 36,
-       "tie_word_embeddings": True},
-    "Qwen/Qwen3-0.6B": QWEN3
-    | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
-       "tie_word_embeddings": True},
-}  # fmt: skip
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import qwen3_shapes  # noqa: E402
+
+
+# config.json of every model that presets name, and of one that none does.
+CONFIGS = {name: qwen3_shapes.config(name) for name in qwen3_shapes.DENSE}
+CONFIGS["Qwen/Qwen3-4B"] = CONFIGS["Qwen/Qwen3-4B-Instruct-2507"]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
 START_SECONDS = 180
@@ -149,6 +134,7 @@ class BoardPage:
         self.address = address
         self.console_errors: list[str] = []
         self._running: set[Any] = set()
+        page.set_default_timeout(15_000)
         page.on("console", lambda said: self.console_errors.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         page.on("request", lambda request: self._running.add(request) if _is_event(request.url) else None)
@@ -173,8 +159,8 @@ class BoardPage:
                 quiet_since = time.monotonic()
 
     def field(self, label: str) -> Any:
-        """An element by its label."""
-        return self.page.get_by_label(label, exact=True).first
+        """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
+        return self.page.get_by_label(re.compile(f"^(number input for )?{re.escape(label)}")).first
 
     def choose(self, label: str, option: str) -> None:
         """Picks an entry of a menu by its beginning."""

@@ -142,7 +142,8 @@ def _result(engine: Any, data: Updates) -> Result | None:
 
 def _judged(engine: Any, data: Updates) -> str:
     result = _result(engine, data)
-    return "" if result is None else _markdown(result, data[engine.manager.get_elem_by_id("top.lang")])
+    lang = data[engine.manager.get_elem_by_id("top.lang")]
+    return f"**? {say('faulty', lang)}**" if result is None else _markdown(result, lang)
 
 
 def _markdown(result: Result, lang: str) -> str:
