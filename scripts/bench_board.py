@@ -17,7 +17,7 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-import board  # noqa: E402
+import board
 
 
 def load_seconds(browser: Any, address: str) -> float:

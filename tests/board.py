@@ -21,7 +21,7 @@ from typing import Any
 
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-import qwen3_shapes  # noqa: E402
+import qwen3_shapes
 
 
 # config.json of every model that presets name, and of one that none does.
@@ -30,6 +30,7 @@ CONFIGS["Qwen/Qwen3-4B"] = CONFIGS["Qwen/Qwen3-4B-Instruct-2507"]
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
 START_SECONDS = 180
+QUIET_SECONDS = 0.4
 
 
 def chromium() -> str | None:
@@ -152,7 +153,7 @@ class BoardPage:
     def settle(self, timeout: float = 30) -> None:
         """Waits until nothing is on its way to the server and back."""
         deadline, quiet_since = time.monotonic() + timeout, time.monotonic()
-        while time.monotonic() - quiet_since < 0.4:
+        while time.monotonic() - quiet_since < QUIET_SECONDS:
             assert time.monotonic() < deadline, f"still running: {[request.url for request in self._running]}"
             self.page.wait_for_timeout(50)
             if self._running:

@@ -81,7 +81,7 @@ def test_same(one: Any, other: Any, expected: bool) -> None:
     ("arguments", "choice"),
     [
         ({"flash_attn": "auto", "use_unsloth": False, "enable_liger_kernel": True}, "liger_kernel"),
-        ({"flash_attn": "fa2", "use_unsloth": False, "enable_liger_kernel": True}, "liger_kernel"),
+        ({"flash_attn": "fa2", "use_unsloth": False, "enable_liger_kernel": True}, "flashattn2"),
         ({"flash_attn": "fa2", "use_unsloth": False, "enable_liger_kernel": False}, "flashattn2"),
         ({"flash_attn": "auto", "use_unsloth": False, "enable_liger_kernel": False}, "auto"),
         ({"flash_attn": "sdpa", "use_unsloth": False, "enable_liger_kernel": False}, "auto"),

@@ -128,8 +128,7 @@ def same(one: Any, other: Any) -> bool:
 
 def standing_for(table: Mapping[str, Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
     """The choice of a shared element that stands for the most of the arguments; what it does not is left over."""
-    # Among equals the last one: the argument that it stands for is the one that was asked for.
     return max(
-        reversed(list(table)),
+        table,
         key=lambda choice: sum(same(value, arguments.get(name, value)) for name, value in table[choice].items()),
     )

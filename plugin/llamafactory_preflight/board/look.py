@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamafactory_preflight import device as cards
-from llamafactory_preflight import host, preflight
+from llamafactory_preflight import host, machine, preflight
 from llamafactory_preflight.board.lookup import Lookup, StillAsking
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.hub import ModelSource
@@ -60,8 +60,9 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None)
         arguments,
         origin="the fields",
         beside=None,
-        devices=preflight.taking_part(planned, gpus=_count(num_cards)),
+        devices=machine.taking_part(planned, gpus=_count(num_cards)),
         host_budget_bytes=host.available_bytes(),
+        here=host.main_memory(),
         environ=environ,
         find=find,
     )
@@ -76,5 +77,5 @@ def _count(given: Any) -> int | None:
     except (TypeError, ValueError):
         number = 0.5
     if number != int(number):
-        raise UserError(f"{given!r} is not a number of GPUs", next_step=f"Give 1 to {preflight.MOST_GPUS}")
+        raise UserError(f"{given!r} is not a number of GPUs", next_step=f"Give 1 to {machine.MOST_GPUS}")
     return int(number)

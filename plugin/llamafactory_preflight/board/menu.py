@@ -30,16 +30,14 @@ def suggested(available: Sequence[Preset], devices: Sequence[Device]) -> str:
 
 def of_tier(available: Sequence[Preset], tier: str | None) -> list[Choice]:
     """The presets of one tier, each with what it trains."""
-    return [
-        (f"{preset.name}: {_described(preset)}", preset.name) for preset in available if preset.tier == tier
-    ]
+    return [(f"{preset.name}: {_described(preset)}", preset.name) for preset in available if preset.tier == tier]
 
 
 def card_choices(lang: str | None = "en") -> list[Choice]:
     """Cards to plan for; the first is this machine."""
     found = _machine(cards.visible())
     here = f"{say('this_machine', lang)} ({found})"
-    return [(here, HERE), *((f"{name.upper()} ({size:g} GiB)", name) for name, size in cards.CARDS.items())]
+    return [(here, HERE), *((f"{name.upper()} ({card.gib:g} GiB)", name) for name, card in cards.CARDS.items())]
 
 
 def _machine(devices: Sequence[Device]) -> str:
@@ -54,7 +52,8 @@ def _described(preset: Preset) -> str:
     model = str(arguments.get("model_name_or_path", "")).rpartition("/")[2]
     method = {"lora": "LoRA", "qlora": "QLoRA"}.get(preset.method, preset.method)
     stage = str(arguments.get("stage", "sft"))
-    parts = [model, method, *([stage.upper()] if stage != "sft" else []), f"{arguments.get('cutoff_len', 2048)} tokens"]
+    tokens = f"{arguments.get('cutoff_len', 2048)} tokens"
+    parts = [model, method, *([stage.upper()] if stage != "sft" else []), tokens]
     if arguments.get("deepspeed"):
         parts.append(str(arguments["deepspeed"]).rpartition("/")[2].removesuffix(".json"))
     return ", ".join(parts)

@@ -59,7 +59,7 @@ class Page:
         ours, inputs = self.ours, adapter.inputs(self.above, tab)
         actions = Actions(self.engine, inputs, ours, self.available)
         every = {*inputs.values(), ours["preset"], ours["keep"], ours["card"], ours["num_cards"]}
-        fills = [*inputs.values(), ours["changes_row"], ours["changes"], ours["undo"], ours["preset"], ours["num_cards"]]
+        fills = [*inputs.values(), *(ours[name] for name in ("changes_row", "changes", "undo", "preset", "num_cards"))]
         told = ("panel", "remedies_box", "remedies_title", "template_words", "template_use")
         shows = [*(ours[name] for name in told), *ours["remedies"]]
         raw: dict[str, Any] = {**QUIET, "preprocess": False}  # also what a slider would refuse is to be judged
@@ -126,7 +126,7 @@ def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
             ours["card"] = gr.Dropdown(choices=cards, value=menu.HERE, allow_custom_value=True, scale=3, min_width=240)
             ours["num_cards"] = gr.Textbox(value="", placeholder="1", scale=1, min_width=110)
     # gradio has put the menus of the row into a form by now.
-    row = template.parent.parent if isinstance(template.parent, Form) else template.parent
+    row: Any = template.parent.parent if isinstance(template.parent, Form) else template.parent
     with row, gr.Column(min_width=200, scale=0):
         ours["template_words"] = gr.HTML()
         ours["template_use"] = gr.Button(visible=False, size="sm")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 LANGUAGES = ("en", "ru", "zh", "ko", "ja")
 
-TEXTS: Mapping[str, tuple[str, str, str, str, str]] = {
+TEXTS: Mapping[str, tuple[str, ...]] = {
     # the verdict
     "fits": ("Fits", "Помещается", "放得下", "들어감", "収まります"),
     "tight": ("Tight", "Впритык", "比较紧张", "빠듯함", "ぎりぎりです"),
@@ -66,6 +66,7 @@ TEXTS: Mapping[str, tuple[str, str, str, str, str]] = {
     "on_top": ("saving or evaluation", "сохранение или оценка", "保存或评估", "저장 또는 평가", "保存または評価"),
     "slack": ("allocator slack", "запас аллокатора", "分配器余量", "할당자 여유분", "アロケータの余裕"),
     "context": ("CUDA context", "контекст CUDA", "CUDA 上下文", "CUDA 컨텍스트", "CUDA コンテキスト"),
+    "nccl": ("NCCL",) * 5,
     "libraries": (
         "Python, libraries",
         "Python и библиотеки",
@@ -187,26 +188,55 @@ TEXTS: Mapping[str, tuple[str, str, str, str, str]] = {
 COSTS: Mapping[str, tuple[str, str, str, str]] = {
     "nothing, it is faster": ("ничего, даже быстрее", "无，反而更快", "없음, 더 빠름", "なし（むしろ速い）"),
     "a slower evaluation": ("оценка медленнее", "评估变慢", "평가가 느려짐", "評価が遅くなる"),
-    "about a third more time a step": ("шаг дольше примерно на треть", "每步约慢三分之一", "스텝당 약 1/3 더 걸림",
-                                       "1 ステップが約 3 分の 1 長くなる"),
-    "some speed; the effective batch stays": ("немного скорости; эффективный батч прежний", "略慢；有效批量不变",
-                                              "속도 약간; 유효 배치 유지", "速度が少し低下、実効バッチは同じ"),
-    "some speed and main memory": ("немного скорости и оперативной памяти", "略慢，并占用内存", "속도와 메인 메모리 약간",
-                                   "速度が少し低下、メインメモリを使用"),
+    "about a third more time a step": (
+        "шаг дольше примерно на треть",
+        "每步约慢三分之一",
+        "스텝당 약 1/3 더 걸림",
+        "1 ステップが約 3 分の 1 長くなる",
+    ),
+    "some speed; the effective batch stays": (
+        "немного скорости; эффективный батч прежний",
+        "略慢；有效批量不变",
+        "속도 약간; 유효 배치 유지",
+        "速度が少し低下、実効バッチは同じ",
+    ),
+    "some speed and main memory": (
+        "немного скорости и оперативной памяти",
+        "略慢，并占用内存",
+        "속도와 메인 메모리 약간",
+        "速度が少し低下、メインメモリを使用",
+    ),
     "some speed; 8-bit optimizer states in main memory": (
-        "немного скорости; 8-битные состояния оптимизатора в оперативной памяти", "略慢；8 位优化器状态放在内存",
-        "속도 약간; 8비트 옵티마이저 상태를 메인 메모리에", "速度が少し低下、8 ビットの状態をメインメモリに置く"),
-    "precision: no float32 master weights": ("точность: без весов float32", "精度：不保留 float32 主权重",
-                                             "정밀도: float32 마스터 가중치 없음", "精度: float32 マスター重みなし"),
-    "some precision and speed: base weights in 4 bit": ("немного точности и скорости: базовые веса в 4 битах",
-                                                        "精度和速度略降：基座权重用 4 位", "정밀도와 속도 약간: 기본 가중치 4비트",
-                                                        "精度と速度が少し低下: 基本の重みを 4 ビットに"),
-    "another method: adapters instead of all weights": ("другой метод: адаптеры вместо всех весов",
-                                                        "换方法：只训练适配器", "다른 방법: 전체 대신 어댑터",
-                                                        "別の手法: 全重みの代わりにアダプター"),
-    "longer samples are cut off": ("длинные примеры обрезаются", "更长的样本会被截断", "긴 샘플은 잘림",
-                                   "長いサンプルは切り詰められる"),
-}  # fmt: skip
+        "немного скорости; 8-битные состояния оптимизатора в оперативной памяти",
+        "略慢；8 位优化器状态放在内存",
+        "속도 약간; 8비트 옵티마이저 상태를 메인 메모리에",
+        "速度が少し低下、8 ビットの状態をメインメモリに置く",
+    ),
+    "precision: no float32 master weights": (
+        "точность: без весов float32",
+        "精度：不保留 float32 主权重",
+        "정밀도: float32 마스터 가중치 없음",
+        "精度: float32 マスター重みなし",
+    ),
+    "some precision and speed: base weights in 4 bit": (
+        "немного точности и скорости: базовые веса в 4 битах",
+        "精度和速度略降：基座权重用 4 位",
+        "정밀도와 속도 약간: 기본 가중치 4비트",
+        "精度と速度が少し低下: 基本の重みを 4 ビットに",
+    ),
+    "another method: adapters instead of all weights": (
+        "другой метод: адаптеры вместо всех весов",
+        "换方法：只训练适配器",
+        "다른 방법: 전체 대신 어댑터",
+        "別の手法: 全重みの代わりにアダプター",
+    ),
+    "longer samples are cut off": (
+        "длинные примеры обрезаются",
+        "更长的样本会被截断",
+        "긴 샘플은 잘림",
+        "長いサンプルは切り詰められる",
+    ),
+}
 """What a remedy costs, after English, which is `Remedy.costs` itself."""
 
 
