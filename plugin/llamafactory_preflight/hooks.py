@@ -6,16 +6,17 @@ Every hook fails open: whatever goes wrong in here is one line on standard error
 from __future__ import annotations
 
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.board import around as board
+from llamafactory_preflight.failing import fail_open as _fail_open
 
 
 SUBCOMMANDS = ("preflight", "presets", "template", "doctor")
@@ -26,7 +27,6 @@ USAGE = """\
 |   llamafactory-cli template A.yaml: show the samples of a training run as the model will see them
 |   llamafactory-cli doctor: show what is installed and whether the plugin is live"""
 
-_T = TypeVar("_T")
 _V1_TRAIN_COMMANDS = ("train", "sft", "dpo", "rm")
 
 
@@ -145,6 +145,16 @@ POINTS = (
     PatchPoint(
         module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
     ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="create_train_tab", around=board.create_train_tab
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="change_stage", around=board.keeping("change_stage")
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.top", attribute="get_model_info", around=board.keeping("get_model_info")
+    ),
+    PatchPoint(module="llamafactory.webui.common", attribute="_clean_cmd", around=board.keeping("_clean_cmd")),
 )
 MODULES = frozenset(point.module for point in POINTS)
 
@@ -255,25 +265,3 @@ def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwar
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         handoff.warn_once(f"a repair of the chat template failed and is left out ({reason})")
     return results[-1] if results else original(*args, **kwargs)
-
-
-def _fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
-    """Runs a step unless the plugin is off. Only a verdict, which is a SystemExit, stops the training."""
-    collects = gc.isenabled()
-    gc.disable()  # torch has made so many objects that one collection takes longer than the step
-    try:
-        from llamafactory_preflight.errors import UserError
-        from llamafactory_preflight.settings import Settings
-
-        try:
-            if Settings.from_environment().mode != "off":
-                return step()
-        except UserError as error:
-            handoff.warn_once(str(error))
-    except Exception as error:
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        handoff.warn_once(f"a step failed and is left out ({reason})")
-    finally:
-        if collects:
-            gc.enable()
-    return otherwise

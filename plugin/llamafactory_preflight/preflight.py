@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -105,12 +105,13 @@ def examine(
     exact: bool = False,
     length: int | None = None,
     trains: bool = True,
+    find: Callable[..., hub.ModelSource] = hub.find,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
     it is known; the cutoff stands for it until then. Without `trains` the arguments may also be those of `chat`,
-    `api` or `export`.
+    `api` or `export`. `find` stands in for the search for the model.
 
     Raises:
         UserError: An argument is faulty.
@@ -133,7 +134,7 @@ def examine(
     proposed: tuple[remedies.Remedy, ...] = ()
     try:
         assert run.model_name_or_path is not None
-        model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
+        model = find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
         writes += disk.weights(model)
         if given.get("trust_remote_code") and model.config.get("auto_map"):
             raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
