@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from llamafactory_preflight import allocator, arguments, device, findings, host, machine, memory, preflight, report
+from llamafactory_preflight.images import Counted
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -40,19 +41,26 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
     print(report.LENGTH_DECIDES, file=sys.stderr, flush=True)
 
 
-def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
+def data(
+    given: Mapping[str, Any],
+    longest: Longest,
+    *,
+    count_images: Callable[[int], Counted | None] | None = None,
+    speaks: bool,
+) -> None:
     """The second look, when the data is tokenized and no weights are loaded: the longest sample decides.
 
     Args:
         given: The arguments by name.
         longest: The longest sample of the training set.
+        count_images: Counts the tokens of images in it.
         speaks: Whether this process is the one that reports.
 
     Raises:
         SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
     """
     settings = Settings.from_environment()
-    result = _looked_at(given, settings, stage="process", length=longest.tokens)
+    result = _looked_at(given, settings, stage="process", length=longest.tokens, count_images=count_images)
     if speaks:
         for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
             print(f"llamafactory-preflight: {report.finding_line(finding)}", file=sys.stderr, flush=True)
@@ -66,7 +74,12 @@ def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
 
 
 def _looked_at(
-    given: Mapping[str, Any], settings: Settings, *, stage: Literal["launcher", "process"], length: int | None = None
+    given: Mapping[str, Any],
+    settings: Settings,
+    *,
+    stage: Literal["launcher", "process"],
+    length: int | None = None,
+    count_images: Callable[[int], Counted | None] | None = None,
 ) -> Result:
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
     file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
@@ -78,6 +91,7 @@ def _looked_at(
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,
+        count_images=count_images,
     )
 
 

@@ -220,7 +220,8 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
     longest = lengths.longest(dataset_module) if given else None
     if given and longest is not None:
         by_name = given if isinstance(given, dict) else arguments.read(given)
-        guard.data(by_name, longest, speaks=handoff.speaks())
+        count = functools.partial(lengths.images, dataset_module)
+        guard.data(by_name, longest, count_images=count, speaks=handoff.speaks())
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
