@@ -20,9 +20,11 @@ from typing import Any
 
 from llamafactory_preflight import memory, verdict
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import from_arguments
 from llamafactory_preflight.software import Software
+from measure_images import patches
 from measure_runs import DEFAULTS
 
 
@@ -77,7 +79,11 @@ def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory
     shape = ModelShape.from_config(models[case["model"]])
     count = case.get("ranks", 1)
     ranks = memory.Ranks(world=count, local=count)
-    return partial(memory.estimate, run, shape, software=software, card=card, ranks=ranks)
+    images = None
+    if case.get("images"):
+        sizes = [patches(models[case["model"]], *size, max_pixels=run.image_max_pixels) for size in case["images"]]
+        images = Images(patches=tuple(sizes), exact=True, reason="These are the images of the case.")
+    return partial(memory.estimate, run, shape, software=software, card=card, ranks=ranks, images=images)
 
 
 def replay(folder: Path) -> Iterator[Row]:

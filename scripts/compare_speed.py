@@ -186,8 +186,8 @@ def main() -> int:
         sys.exit(f"error: {error}")
     chosen = chosen or [preset for preset in presets.available() if preset.name.endswith(("gb_lora", "gb_qlora"))]
     chosen = [preset for preset in chosen if preset.num_gpus == 1]
-    preset_runs.prepare()
     card = preset_runs.card()
+    preset_runs.prepare()
     mixes = options.mix or list(MIXES)
     for mix in mixes:
         lengths = write_mix(mix)[1]

@@ -24,9 +24,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import measure_images
 import measure_ranks
 
 
@@ -59,7 +61,7 @@ DEFAULTS: dict[str, Any] = {
 def write_model(name: str, config: dict[str, Any]) -> Path:
     """Writes a checkpoint of zeros with the tensors that transformers itself expects for a config."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     folder = ROOT / "models" / name
     if (folder / "model.safetensors").exists():
@@ -67,7 +69,8 @@ def write_model(name: str, config: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        kind = AutoModelForImageTextToText if measure_images.sees(config) else AutoModelForCausalLM
+        model = kind.from_config(AutoConfig.from_pretrained(folder))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if config.get("tie_word_embeddings") else set()
@@ -87,7 +90,9 @@ def write_model(name: str, config: dict[str, Any]) -> Path:
             for key in filter(lambda key: key.endswith(ROUTING), header):
                 file.seek(8 + len(blob) + header[key]["data_offsets"][0])
                 file.write(_random_rows(header[key]["shape"], seed=header[key]["data_offsets"][0]))
-    _write_tokenizer(folder)
+    tokenizer = _write_tokenizer(folder)
+    if measure_images.sees(config):
+        measure_images.write_processor(folder, config, tokenizer)
     return folder
 
 
@@ -100,7 +105,7 @@ def _random_rows(shape: list[int], *, seed: int) -> bytes:
     return values.view(torch.uint8).numpy().tobytes()
 
 
-def _write_tokenizer(folder: Path) -> None:
+def _write_tokenizer(folder: Path) -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -111,11 +116,12 @@ def _write_tokenizer(folder: Path) -> None:
         tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", unk_token="<unk>"
     )
     fast.save_pretrained(folder)
+    return fast
 
 
-def write_data(stage: str, cutoff: int) -> tuple[Path, str]:
-    """A dataset whose every sample is longer than the cutoff, in the format of a stage."""
-    folder = ROOT / "data" / f"{stage}_{cutoff}"
+def write_data(stage: str, cutoff: int, images: Sequence[Sequence[int]] = ()) -> tuple[Path, str]:
+    """A dataset whose every sample is longer than the cutoff, in the format of a stage, with images of these sizes."""
+    folder = ROOT / "data" / "_".join([stage, str(cutoff), *(f"{width}x{height}" for width, height in images)])
     folder.mkdir(parents=True, exist_ok=True)
     text = " ".join(random.Random(cutoff).choices(STORY, k=cutoff + 64))
     rows: list[dict[str, Any]]
@@ -131,6 +137,10 @@ def write_data(stage: str, cutoff: int) -> tuple[Path, str]:
         info["columns"] = {"prompt": "instruction", "response": "output", "kto_tag": "label"}
     else:
         rows = [{"instruction": f"story {i}", "input": "", "output": text} for i in range(64)]
+    if images:
+        files = measure_images.write_images(folder, images)
+        info["columns"] = {"prompt": "instruction", "query": "input", "response": "output", "images": "images"}
+        rows = [row | {"input": "<image>" * len(files), "images": files} for row in rows]
     if not (folder / "dataset_info.json").exists():
         (folder / "rows.json").write_text(json.dumps(rows))
         (folder / "dataset_info.json").write_text(json.dumps({"rows": info}))
@@ -140,7 +150,7 @@ def write_data(stage: str, cutoff: int) -> tuple[Path, str]:
 def arguments(case: dict[str, Any]) -> dict[str, Any]:
     """The arguments LLaMA-Factory gets."""
     args = DEFAULTS | case["args"]
-    folder, dataset = write_data(args["stage"], args["cutoff_len"])
+    folder, dataset = write_data(args["stage"], args["cutoff_len"], case.get("images", ()))
     args |= {
         "model_name_or_path": str(ROOT / "models" / case["model"]),
         "dataset_dir": str(folder),
@@ -158,7 +168,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from transformers import Trainer, TrainerCallback
 
     result: dict[str, Any] = {
-        key: case[key] for key in ("id", "model", "args", "cap_gib", "env", "ranks") if key in case
+        key: case[key] for key in ("id", "model", "args", "images", "cap_gib", "env", "ranks") if key in case
     }
     marks: list[int] = []
     reset = torch.cuda.reset_peak_memory_stats

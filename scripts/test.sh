@@ -5,5 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
 prepare_environment "[test]"
+prepare_browser
 say "pytest${*:+ $*}"
 exec "$VENV/bin/python" -m pytest "$@"

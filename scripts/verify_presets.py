@@ -263,8 +263,8 @@ def main() -> int:
     except UserError as error:
         sys.exit(f"error: {error}")
     chosen = [preset for preset in chosen if preset.usable_bytes]
-    preset_runs.prepare(deepspeed=any("deepspeed" in preset.arguments for preset in chosen))
     card = preset_runs.card()
+    preset_runs.prepare(deepspeed=any("deepspeed" in preset.arguments for preset in chosen))
     if not options.one_gpu:
         left_out = [preset.name for preset in chosen if preset.num_gpus > card["count"]]
         chosen = [preset for preset in chosen if preset.name not in left_out]

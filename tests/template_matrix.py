@@ -63,6 +63,14 @@ VARIANTS = (
     Variant(
         id="VL", chat_template="qwen3_vl", template="qwen3_vl_nothink", modes=("no_think",), has_reasoning_part=False
     ),
+    Variant(id="VL-Thinking", chat_template="qwen3_vl_thinking", template="qwen3_vl", modes=("think",)),
+    Variant(
+        id="Coder",
+        chat_template="qwen3_coder",
+        template="qwen3_nothink",
+        modes=("no_think",),
+        has_reasoning_part=False,
+    ),
     Variant(id="3.5 small", chat_template="qwen3_5_nothink", template="qwen3_5"),
     Variant(id="3.5 large", chat_template="qwen3_5_think", template="qwen3_5"),
     Variant(id="3.6", chat_template="qwen3_6", template="qwen3_6"),
@@ -113,8 +121,8 @@ def result(text: str) -> Message:
     return {"role": "tool", "content": text}
 
 
-def call_text(name: str) -> str:
-    return json.dumps({"name": name, "arguments": {"x": 1}})
+def call_text(function: dict[str, Any]) -> str:
+    return json.dumps({"name": function["name"], "arguments": function["arguments"]})
 
 
 def sharegpt(messages: list[Message], tools: bool = False) -> dict[str, Any]:
@@ -125,12 +133,13 @@ def sharegpt(messages: list[Message], tools: bool = False) -> dict[str, Any]:
         if message["role"] != "assistant":
             turns.append({"from": names[message["role"]], "value": message["content"]})
         elif "tool_calls" in message:
-            calls = [call_text(call["function"]["name"]) for call in message["tool_calls"]]
+            calls = [call_text(call["function"]) for call in message["tool_calls"]]
             value = calls[0] if len(calls) == 1 else f"[{', '.join(calls)}]"
+            thought = f"<think>\n{message['reasoning_content']}\n</think>\n\n" if message["reasoning_content"] else ""
             if message["content"]:
-                turns.append({"from": "gpt", "value": message["content"]})
-            if message["reasoning_content"]:
-                value = f"<think>\n{message['reasoning_content']}\n</think>\n\n{value}"
+                turns.append({"from": "gpt", "value": thought + message["content"]})
+            else:
+                value = thought + value
             turns.append({"from": "function_call", "value": value})
         else:
             turns.append({"from": "gpt", "value": message["written"]})

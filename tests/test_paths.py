@@ -66,12 +66,3 @@ def test_the_pack_has_presets() -> None:
     pack = paths.pack_folder()
     assert pack is not None
     assert (pack / "presets" / "cpu_smoke.yaml").is_file()
-
-
-def test_data_sets_with_images_are_told_from_those_of_text(here: Path) -> None:
-    info = {"pictures": {"columns": {"messages": "m", "images": "images"}}, "words": {"columns": {"prompt": "q"}}}
-    (here / "data").mkdir()
-    (here / "data" / "dataset_info.json").write_text(json.dumps(info | {"bare": {}}))
-    assert paths.datasets_with_media({"dataset": "words, pictures"}) == ["pictures"]
-    assert paths.datasets_with_media({"dataset": ["words", "bare", "elsewhere"]}) == []
-    assert paths.datasets_with_media({"dataset": "pictures", "dataset_dir": "ONLINE"}) == []

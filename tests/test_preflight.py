@@ -41,6 +41,7 @@ def one_gib_and_a_mib_a_token(
     card: Card,
     length: int | None = None,
     ranks: object = None,
+    images: object = None,
 ) -> MemoryEstimate:
     """Stands for the real estimate, so that these tests are about what is made of it."""
     peak = GIB + (length or run.cutoff_len) * MIB

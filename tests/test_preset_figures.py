@@ -34,7 +34,7 @@ def test_a_header_says_what_the_preset_and_the_record_say(preset: Preset) -> Non
     assert what.startswith(f"# {model}, ") and f"{preset.tier_gb} GB card" in what
     step = figures.tokens_per_step(preset.arguments, preset.num_gpus)
     assert tokens == f"# Tokens: a sample holds at most {preset.arguments['cutoff_len']:,}, a step {step:,}."
-    assert measured == figures.measured_line(preset.name, RECORD)
+    assert measured == figures.measured_line(preset.name, RECORD, preset.arguments)
     torchrun = "FORCE_TORCHRUN=1 " if "deepspeed" in preset.arguments and preset.num_gpus == 1 else ""
     assert command == f"# Run: {torchrun}llamafactory-cli train presets/{preset.name}.yaml"
     assert change.startswith("# Change first: ")
@@ -64,6 +64,13 @@ def test_a_preset_is_predicted_to_fill_the_smallest_card_of_its_tier(preset: Pre
     used = result.estimate.peak_allocated_bytes / preset.usable_bytes
     assert used < 0.975
     assert used > 0.8 or any("leaves" in line for line in header(preset))
+
+
+def test_packs_have_a_length_that_llamafactory_can_pack_to() -> None:
+    packed = [preset for preset in TIERED if preset.arguments.get("neat_packing")]
+    assert packed
+    # 0.9.5 pads ids to a multiple of 8, and the positions not at all.
+    assert all(preset.arguments["cutoff_len"] % 8 == 0 for preset in packed)
 
 
 def test_the_readme_shows_the_record() -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import paths, presets
+from llamafactory_preflight import device, paths, preset_table, presets
+from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.units import GIB
 
 
 def test_every_yaml_of_the_pack_is_a_preset_smaller_cards_first(root: Path) -> None:
@@ -51,6 +54,13 @@ def test_copying_twice_is_fine_and_a_changed_file_is_kept(tmp_path: Path) -> Non
     assert first[0].read_text() == "mine: true\n"
     presets.copy("cpu_smoke", tmp_path, force=True)
     assert first[0].read_bytes() == presets.find("cpu_smoke").file.read_bytes()
+
+
+def test_presets_of_other_data_sets_are_copied_beside_each_other(tmp_path: Path) -> None:
+    presets.copy("24gb_lora", tmp_path, force=False)
+    presets.copy("12gb_dpo_lora", tmp_path, force=False)
+    for name in ("24gb_lora", "12gb_dpo_lora"):
+        assert paths.dataset_names(presets.find(name).arguments) <= paths.datasets_in(tmp_path / "data").keys()
 
 
 def test_a_data_folder_with_these_data_sets_is_left_alone(tmp_path: Path) -> None:
@@ -98,3 +108,25 @@ def test_what_cannot_be_replaced_is_told_and_nothing_written(tmp_path: Path, for
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written: "):
         presets.copy("cpu_smoke", tmp_path / "file", force=force)
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "num_gpus", "said"),
+    [(24, 1, "fits, as measured"), (20, 1, "will not fit, as measured"), (24, 2, "needs 2 GPUs")],
+)
+def test_without_the_model_the_list_goes_by_what_was_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free_gib: int, num_gpus: int, said: str
+) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    card = Device(name="card", total_bytes=24 * GIB, free_bytes=free_gib * GIB, compute_capability=(8, 6))
+    monkeypatch.setattr(device, "visible", lambda: (card,))
+    measured = presets.Measured(peak_bytes=int(20.5 * GIB), tokens_per_second=None, gpu="another card")
+    preset = replace(presets.find("24gb_lora"), num_gpus=num_gpus, measured=measured)
+    assert preset_table.lines([preset])[1].endswith(f"20.50 GiB  -     {said}")
+
+
+def test_the_list_says_which_presets_a_card_without_bf16_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Device(name="T4", total_bytes=15 * GIB, free_bytes=15 * GIB, compute_capability=(7, 5))
+    monkeypatch.setattr(device, "visible", lambda: (card,))
+    lines = preset_table.lines([presets.find("16gb_qlora"), presets.find("16gb_qlora_t4")])
+    assert lines[1].endswith("no bf16 here") and "no bf16" not in lines[2]

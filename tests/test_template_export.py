@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
 import sys
-from collections.abc import Callable
+import threading
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +21,22 @@ PLAIN = [{"instruction": f"q{n}", "input": "", "output": f"a{n}"} for n in range
 REASONED = [row | {"output": f"<think>r</think>{row['output']}"} for row in PLAIN]
 
 
-@pytest.fixture
-def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable[..., Any]:
-    """Trains two steps of LoRA with checkpoints, and exports: `train(records, model=..., **arguments)`."""
+class Commands:
+    """LLaMA-Factory's own commands in one folder, with one data set of eight rows."""
 
-    def trained(records: list[dict[str, str]], *, model: Path = tiny_model, **arguments: Any) -> tuple[str, str]:
-        data = tmp_path / "data"
+    def __init__(self, folder: Path, run: Callable[..., Any], model: Path) -> None:
+        self.folder = folder
+        self.run = run
+        self.common = {"model_name_or_path": str(model), "template": "qwen3", "trust_remote_code": False}
+
+    def train(self, records: list[dict[str, str]], *, switches: dict[str, str] | None = None, **arguments: Any) -> str:
+        """Two steps of LoRA with checkpoints, into `adapter`; what was said on standard output and error."""
+        data = self.folder / "data"
         data.mkdir(exist_ok=True)
         (data / "some.json").write_text(json.dumps(records))
         (data / "dataset_info.json").write_text(json.dumps({"some": {"file_name": "some.json"}}))
-        common = {"model_name_or_path": str(model), "template": "qwen3", "trust_remote_code": False}
         training = {
-            **common,
+            **self.common,
             "stage": "sft",
             "do_train": True,
             "finetuning_type": "lora",
@@ -36,7 +44,8 @@ def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable
             "dataset": "some",
             "dataset_dir": str(data),
             "cutoff_len": 64,
-            "output_dir": str(tmp_path / "adapter"),
+            "output_dir": str(self.folder / "adapter"),
+            "overwrite_output_dir": True,
             "max_steps": 2,
             "save_steps": 1,
             "per_device_train_batch_size": 2,
@@ -44,17 +53,36 @@ def train(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Callable
             "dataloader_pin_memory": False,
             **arguments,
         }
-        export = {**common, "adapter_name_or_path": str(tmp_path / "adapter"), "export_dir": str(tmp_path / "merged")}
-        said = []
-        for verb, given in (("train", training), ("export", export)):
-            file = tmp_path / f"{verb}.json.yaml"
-            file.write_text(json.dumps(given))
-            done = run(["llamafactory-cli", verb, file], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
-            assert done.returncode == 0, done.stderr[-3000:]
-            said.append(done.stdout + done.stderr)
-        return said[0], said[1]
+        return self.call("train", training, switches)
 
-    return trained
+    def export(self, *, switches: dict[str, str] | None = None, **arguments: Any) -> str:
+        """The adapter in the model, into `merged`."""
+        folders = {"adapter_name_or_path": str(self.folder / "adapter"), "export_dir": str(self.folder / "merged")}
+        return self.call("export", self.common | folders | arguments, switches)
+
+    def call(self, verb: str, given: dict[str, Any], switches: dict[str, str] | None) -> str:
+        file = self.folder / f"{verb}.yaml"
+        file.write_text(json.dumps(given))
+        environment = {"CUDA_VISIBLE_DEVICES": "", **(switches or {})}
+        done = self.run(["llamafactory-cli", verb, file], cwd=self.folder, env=environment, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        said: str = done.stdout + done.stderr
+        return said
+
+
+@pytest.fixture
+def commands(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Commands:
+    return Commands(tmp_path, run, tiny_model)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, module_run: Callable[..., Any]) -> Commands:
+    """A training on data without reasoning, and its export. Several tests look at it."""
+    made = Commands(tmp_path_factory.mktemp("plain"), module_run, tiny_model)
+    said = made.train(PLAIN)
+    assert said.count("repaired for Qwen3") == 2  # in the log and, as the streams are two here, on standard error
+    made.export()
+    return made
 
 
 def prompt(folder: Path, **options: Any) -> str:
@@ -69,19 +97,71 @@ THINK = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 NO_THINK = THINK + "<think>\n\n</think>\n\n"
 
 
-@pytest.mark.parametrize(("records", "mode", "text"), [(PLAIN, "no_think", NO_THINK), (REASONED, "think", THINK)])
+OLDER = (
+    ("transformers==4.57.6", "4c9e9de11333ddfe5114bc872c9f370509198acf0b87a832a0ab9458e2bd0550"),
+    ("huggingface-hub==0.36.2", "48f0c8eac16145dfce371e9d2d7772854a4f591bcb56c9cf548accf531d54270"),
+)
+# What a server does with a folder: prompts in each mode, their ids, and where generation stops.
+SERVE = """
+import json, sys
+import transformers
+from transformers import AutoTokenizer, GenerationConfig
+seen = []
+for folder in sys.argv[1:]:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for options in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True, **options
+        )
+        seen.append([text, tokenizer.encode(text), tokenizer.eos_token_id, tokenizer.pad_token_id])
+print(json.dumps([transformers.__version__, type(tokenizer).__name__, seen]))
+"""
+
+
+@pytest.fixture(scope="module")
+def older_transformers(
+    wheel: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Any]:
+    """Runs `SERVE` with the last transformers 4, on top of this environment: `older_transformers(run, folders)`."""
+    packages = tmp_path_factory.mktemp("older")
+    for pin in OLDER:
+        with zipfile.ZipFile(wheel(*pin)) as archive:
+            archive.extractall(packages)
+
+    def served(run: Callable[..., Any], folders: list[Path]) -> list[Any]:
+        results = []
+        for path in (str(packages), ""):
+            environment = {"PYTHONPATH": path, "USE_TORCH": "0", "TRANSFORMERS_VERBOSITY": "error"}
+            done = run([sys.executable, "-c", SERVE, *folders], env=environment)
+            assert done.returncode == 0, done.stderr[-3000:]
+            results.append(json.loads(done.stdout.splitlines()[-1]))
+        return results
+
+    return served
+
+
+@pytest.mark.parametrize("reasons", [False, True])
 def test_what_is_saved_answers_as_it_was_trained(
-    train: Callable[..., Any], tmp_path: Path, tiny_model: Path, records: list[dict[str, str]], mode: str, text: str
+    request: pytest.FixtureRequest,
+    tiny_model: Path,
+    run: Callable[..., Any],
+    older_transformers: Callable[..., Any],
+    reasons: bool,
 ) -> None:
-    said, _ = train(records)
-    assert "repaired for Qwen3" in said
-    for folder in ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", "merged"):
-        assert prompt(tmp_path / folder) == text, folder
-        assert prompt(tmp_path / folder, enable_thinking=True) == THINK, folder
-        assert prompt(tmp_path / folder, enable_thinking=False) == NO_THINK, folder
-        record = json.loads((tmp_path / folder / "llamafactory_preflight_template.json").read_text())
+    made: Commands = request.getfixturevalue("commands" if reasons else "plain")
+    if reasons:
+        made.train(REASONED)
+    mode, text = ("think", THINK) if reasons else ("no_think", NO_THINK)
+    names = ["adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", *([] if reasons else ["merged"])]
+    folders = [made.folder / name for name in names]
+    for folder in folders:
+        record = json.loads((folder / "llamafactory_preflight_template.json").read_text())
         assert (record["mode"], record["num_think"] + record["num_no_think"]) == (mode, 8), folder
-        _same_files(tiny_model, tmp_path / folder)
+        _same_files(tiny_model, folder)
+    (version, kind, older), (_, _, now) = older_transformers(run, folders)
+    assert version.startswith("4.57.") and kind == "Qwen2TokenizerFast"
+    assert older == now
+    assert [seen[0] for seen in older] == [text, THINK, NO_THINK] * len(folders)
 
 
 def _same_files(original: Path, saved: Path) -> None:
@@ -97,7 +177,65 @@ def _same_files(original: Path, saved: Path) -> None:
     assert {key for key in before if before[key] != after[key]} <= {"chat_template"}
 
 
-def test_a_base_model_stops(train: Callable[..., Any], tmp_path: Path, tiny_model: Path) -> None:
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's API as an upload needs; what was committed ends up in `files`."""
+
+    files: dict[str, bytes]
+
+    def do_GET(self) -> None:
+        self._answer(404, {})
+
+    do_HEAD = do_GET
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        address = f"http://{self.headers['Host']}/someone/merged"
+        if self.path.endswith("/preupload/main"):
+            names = [file["path"] for file in json.loads(body)["files"]]
+            return self._answer(
+                200,
+                {
+                    "files": [
+                        {"path": name, "uploadMode": "regular", "shouldIgnore": False, "oid": None} for name in names
+                    ]
+                },
+            )
+        if "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self._answer(200, {"commitUrl": f"{address}/commit/1", "commitOid": "1"})
+        return self._answer(200, {"url": address, "name": "someone/merged", "id": "1"})
+
+    def _answer(self, status: int, content: dict[str, Any]) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[tuple[str, dict[str, bytes]]]:
+    """A hub on this machine: its address and the files that were uploaded."""
+    files: dict[str, bytes] = {}
+    handler = type("OneHub", (Hub,), {"files": files})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}", files
+        server.shutdown()
+        thread.join()
+
+
+def test_a_base_model_stops_and_is_pushed_repaired(
+    tmp_path: Path, tiny_model: Path, run: Callable[..., Any], hub: tuple[str, dict[str, bytes]]
+) -> None:
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     base = shutil.copytree(tiny_model, tmp_path / "base")
@@ -108,62 +246,69 @@ def test_a_base_model_stops(train: Callable[..., Any], tmp_path: Path, tiny_mode
         changed = json.loads((base / name).read_text()) | {key: value}
         (base / name).write_text(json.dumps(changed))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 151643, "max_new_tokens": 20}))
-    said, exported = train(PLAIN, model=base)
-    assert "was never trained" in said
-    assert "config.json: eos_token_id 151643 becomes 151645" in exported
+    made = Commands(tmp_path, run, base)
+    assert "was never trained" in made.train(PLAIN, save_strategy="no")
+    address, pushed = hub
+    online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    said = made.export(export_hub_model_id="someone/merged", hf_hub_token="none", switches=online)
+    assert "config.json: eos_token_id 151643 becomes 151645" in said
     merged = tmp_path / "merged"
     assert AutoTokenizer.from_pretrained(merged).eos_token == "<|im_end|>"
     assert AutoConfig.from_pretrained(merged).eos_token_id == 151645
     generation = GenerationConfig.from_pretrained(merged)
     assert (generation.eos_token_id, generation.pad_token_id) == ([151645, 151643], 151643)
     assert generation.max_new_tokens == 20
+    assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= pushed.keys()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        assert pushed[name] == (merged / name).read_bytes(), name
+    assert "chat_template.jinja" not in pushed
 
 
-def test_off_leaves_no_trace(
-    train: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: Any
-) -> None:
-    said, _ = train(PLAIN)
-    assert "repaired" in said
-    file = tmp_path / "train.json.yaml"
-    given = json.loads(file.read_text()) | {"output_dir": str(tmp_path / "plain"), "max_steps": 1}
-    file.write_text(json.dumps(given))
-    off = {"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_TEMPLATE": "off"}
-    done = run(["llamafactory-cli", "train", file], cwd=tmp_path, env=off, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "repaired" not in done.stdout + done.stderr
-    assert not (tmp_path / "plain" / "llamafactory_preflight_template.json").exists()
-    assert prompt(tmp_path / "plain") == THINK
+def test_off_leaves_no_trace(commands: Commands) -> None:
+    assert "repaired" not in commands.train(PLAIN, max_steps=1, switches={"LLAMAFACTORY_TEMPLATE": "off"})
+    assert not (commands.folder / "adapter" / "llamafactory_preflight_template.json").exists()
+    assert prompt(commands.folder / "adapter") == THINK
 
 
-def test_a_cache_of_other_rules_is_not_used(
-    train: Callable[..., Any], tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cache_of_other_rules_is_not_used(commands: Commands) -> None:
     """One dataset cache, first without the plugin's repair, then with it, then with other switches."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    train(PLAIN, max_steps=1)
-    file = tmp_path / "train.json.yaml"
-    given = json.loads(file.read_text())
     blocks = []
-    for number, switches in enumerate(
-        (
-            {"LLAMAFACTORY_TEMPLATE": "off"},
-            {},
-            {"LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "train"},
-            {"LLAMAFACTORY_TEMPLATE": "off"},
-        )
+    for switches in (
+        {"LLAMAFACTORY_TEMPLATE": "off"},
+        {},
+        {"LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "train"},
+        {"LLAMAFACTORY_TEMPLATE": "off"},
     ):
-        file.write_text(json.dumps(given | {"output_dir": str(tmp_path / str(number)), "save_strategy": "no"}))
-        environment = {"CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": str(tmp_path / "cache"), **switches}
-        done = run(["llamafactory-cli", "train", file], cwd=tmp_path, env=environment, timeout=600)
-        assert done.returncode == 0, done.stderr[-3000:]
-        blocks.append("labels:\n<think>\n\n</think>\n\na" in done.stdout)
+        cache = {"HF_DATASETS_CACHE": str(commands.folder / "cache")}
+        said = commands.train(PLAIN, max_steps=1, save_strategy="no", switches=switches | cache)
+        blocks.append("labels:\n<think>\n\n</think>\n\na" in said)
     assert blocks == [True, False, True, True]
 
 
+def test_a_tokenized_dataset_keeps_its_record(commands: Commands) -> None:
+    """The first run tokenizes and saves; what the second one trains is known. Without a record nothing is repaired."""
+    tokenized = commands.folder / "tokenized"
+    options = {"tokenized_path": str(tokenized), "max_steps": 1, "save_strategy": "no"}
+    side_files = [
+        folder / "llamafactory_preflight_template.json" for folder in (tokenized, commands.folder / "adapter")
+    ]
+    commands.train(PLAIN, **options)
+    first = [file.read_text() for file in side_files]
+    shutil.rmtree(commands.folder / "adapter")
+    said = commands.train(REASONED, **options)
+    assert "repaired for Qwen3" in said and "is used as it is" not in said
+    assert [file.read_text() for file in side_files] == first
+    assert prompt(commands.folder / "adapter") == NO_THINK
+    for file in side_files:
+        file.unlink()
+    said = commands.train(REASONED, **options)
+    assert said.count("tokenized_path is used as it is") == 2 and "repaired for" not in said  # on both streams
+    assert not any(file.exists() for file in side_files)
+
+
 def test_chat_and_a_second_stage_read_the_side_file(
-    train: Callable[..., Any], tmp_path: Path, run: Callable[..., Any], tiny_model: Path
+    plain: Commands, run: Callable[..., Any], tiny_model: Path
 ) -> None:
-    train(PLAIN)
     code = """
 import json, sys
 from llamafactory.data import get_template_and_fix_tokenizer
@@ -177,10 +322,10 @@ for given in json.loads(sys.argv[1]):
     print("PROMPT", json.dumps(tokenizer.decode(template.encode_oneturn(tokenizer, messages)[0])))
 """
     model = {"model_name_or_path": str(tiny_model), "template": "qwen3"}
-    adapter = model | {"adapter_name_or_path": str(tmp_path / "adapter")}
-    merged = {"model_name_or_path": str(tmp_path / "merged"), "template": "qwen3"}
+    adapter = model | {"adapter_name_or_path": str(plain.folder / "adapter")}
+    merged = {"model_name_or_path": str(plain.folder / "merged"), "template": "qwen3"}
     runs = [model, adapter, merged, adapter | {"enable_thinking": True}, merged | {"enable_thinking": True}]
-    done = run([sys.executable, "-c", code, json.dumps(runs)], cwd=tmp_path, timeout=600)
+    done = run([sys.executable, "-c", code, json.dumps(runs)], cwd=plain.folder, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     prompts = [
         json.loads(line.removeprefix("PROMPT ")) for line in done.stdout.splitlines() if line.startswith("PROMPT")

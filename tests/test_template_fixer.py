@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import sys
 import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ def factory(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pytest.
     from llamafactory_preflight.fixer import session
 
     monkeypatch.setattr(session, "CURRENT", session.Session())  # as a new process has it
+    monkeypatch.setattr(session, "SAID", [])
     monkeypatch.setattr(tokenizer, "chat_template", chat_templates["qwen3"])
     return Factory(tokenizer)
 
@@ -74,6 +76,13 @@ class Factory:
             aligned, self.arguments, training, stage, template, self.tokenizer, processor, is_eval=generate
         )
         return list(made)
+
+    @property
+    def said(self) -> str:
+        """What the fixer said in this test."""
+        from llamafactory_preflight.fixer import session
+
+        return "\n".join(session.SAID)
 
     def text(self, ids: list[int]) -> str:
         decoded: str = self.tokenizer.decode([token for token in ids if token >= 0])
@@ -151,18 +160,16 @@ def test_packing(factory: Factory) -> None:
 def test_turns(
     factory: Factory,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     turns: str,
     trained: list[list[str]],
 ) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_TURNS", turns)
     messages = [message for n in "123" for message in (user(f"q{n}"), answer(f"a{n}"))]
     rows = factory.rows([sharegpt(messages)])
     assert [factory.text(row["labels"]).split("<|im_end|>")[:-1] for row in rows] == trained
     lengths = [len(row["input_ids"]) for row in rows]
     cost = f"1 conversations became 3 samples and {sum(lengths)} tokens instead of about {lengths[-1]}"
-    assert (cost in capsys.readouterr().err) == (turns == "split")
+    assert (cost in factory.said) == (turns == "split")
 
 
 def test_mask_history_trains_the_last_answer(factory: Factory) -> None:
@@ -222,55 +229,43 @@ def test_template_null(factory: Factory, chat_templates: dict[str, str], monkeyp
 
 
 @pytest.mark.parametrize("name", ["qwen3_nothink", "qwen3_5", "qwen3_vl", "qwen3_6"])
-def test_the_family_s_own_names_are_switched(
-    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_family_s_own_names_are_switched(factory: Factory, name: str) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     if name not in TEMPLATES:
         pytest.skip(f"this LLaMA-Factory has no template {name}")
     (row,) = factory.rows([sharegpt([user("q"), PLAIN])], name=name)
     assert factory.text(row["input_ids"]) == NO_THINK_PROMPT + "a<|im_end|>"
-    assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in capsys.readouterr().err
+    assert f"Qwen3 is not trained with `template: {name}`; `qwen3` is used" in factory.said
 
 
 @pytest.mark.parametrize("name", ["qwen", "default", "llama3", "chatml"])
-def test_a_foreign_name_is_named_and_left(
-    factory: Factory, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_foreign_name_is_named_and_left(factory: Factory, name: str) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     if name not in TEMPLATES:
         pytest.skip(f"this LLaMA-Factory has no template {name}")
     own = copy.deepcopy(factory.tokenizer)
     factory.tokenizer = own
     assert factory.template(name) is TEMPLATES[name]
-    assert "Use `template: qwen3`" in capsys.readouterr().err
+    assert "Use `template: qwen3`" in factory.said
 
 
-def test_a_changed_chat_template_is_not_trusted(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_chat_template_is_not_trusted(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setattr(factory.tokenizer, "chat_template", factory.tokenizer.chat_template + "x")
     assert factory.template() is TEMPLATES["qwen3"]
-    assert "not an official one that is known" in capsys.readouterr().err
+    assert "not an official one that is known" in factory.said
 
 
-def test_warn_says_and_changes_nothing(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_warn_says_and_changes_nothing(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "warn")
     before = factory.tokenizer.chat_template
     assert factory.template() is TEMPLATES["qwen3"]
-    said = capsys.readouterr().err
+    said = factory.said
     assert (
         "an answer without reasoning: LLaMA-Factory's loss does not lie on the answer" in said
         and "repaired" not in said
@@ -278,14 +273,39 @@ def test_warn_says_and_changes_nothing(
     assert factory.tokenizer.chat_template == before
 
 
-def test_off_says_nothing(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repairs_are_said_once_one_line_each(factory: Factory) -> None:
+    from llamafactory_preflight.templates.audit import REPAIRS
+
+    factory.template()
+    factory.template()
+    head, *lines = factory.said.splitlines()
+    assert head.startswith("repaired for Qwen3, where LLaMA-Factory's `qwen3` failed ")
+    topics = [line.strip().partition(":")[0] for line in lines]
+    assert topics == [topic for topic in REPAIRS if topic in topics] and len(topics) > 4
+
+
+def test_every_difference_belongs_to_a_repair() -> None:
+    from llamafactory_preflight.templates.audit import REPAIRS
+    from llamafactory_preflight.templates.probe import PROBES
+
+    assert {probe.topic for probe in PROBES} | {"stop tokens"} == REPAIRS.keys()
+
+
+@pytest.mark.parametrize(("streams", "times"), [("2>&1", 1), ("2>&1 | cat", 1), ("2>error.txt", 2), (">/dev/null", 1)])
+def test_one_terminal_shows_a_line_once(tmp_path: Path, run: Any, streams: str, times: int) -> None:
+    code = "from llamafactory_preflight.fixer import session; session.say('hello')"
+    done = run(["bash", "-c", f'{sys.executable} -c "{code}" {streams}'], cwd=tmp_path)
+    file = tmp_path / "error.txt"
+    seen = done.stdout + done.stderr + (file.read_text() if file.exists() else "")
+    assert done.returncode == 0 and seen.count("hello") == times
+
+
+def test_off_says_nothing(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
     from llamafactory.data.template import TEMPLATES
 
     monkeypatch.setenv("LLAMAFACTORY_TEMPLATE", "off")
     assert factory.template() is TEMPLATES["qwen3"]
-    assert "preflight" not in capsys.readouterr().err
+    assert factory.said == ""
 
 
 def test_a_fault_of_ours_leaves_llamafactory_s_template(
@@ -438,6 +458,9 @@ BROKEN = {
             {"from": "function_call", "value": '{"name": "add", "arguments": "{x"}'},
         ]
     },
+    "a call is missing": {
+        "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "[]"}]
+    },
     "a call is not JSON": {
         "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add(1)"}]
     },
@@ -446,35 +469,71 @@ BROKEN = {
     },
 }
 ODD = {
-    "an empty turn": sharegpt([user(""), answer("a"), user("q"), answer("b")]),
+    "an empty turn": sharegpt([user("q"), answer("a"), user(" "), answer("b")]),
     "a think tag that is never closed": sharegpt([user("q"), answer("x", written="<think>\nr")]),
 }
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_broken_samples_are_counted_and_named(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, streaming: bool
-) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool) -> None:
     good = sharegpt([user("q"), PLAIN])
     records = [good, *BROKEN.values(), good, *ODD.values()]
     rows = factory.rows(records, streaming=streaming)
-    said = capsys.readouterr().err
+    said = factory.said
     for position, reason in enumerate(BROKEN, 1):
         assert f"left out: {reason} (index {position})" in said
-    for position, reason in enumerate(ODD, 5):
+    for position, reason in enumerate(ODD, len(BROKEN) + 2):
         assert f"kept: {reason} (index {position})" in said
-    assert "43% of the data for training is lost" in said
+    assert "50% of the data for training is lost" in said
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize("packing", [None, "packing", "neat_packing"])
 def test_an_answer_longer_than_the_limit_is_left_out(
-    factory: Factory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    factory: Factory, monkeypatch: pytest.MonkeyPatch, packing: str | None, streaming: bool
 ) -> None:
-    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
-    rows = factory.rows([sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])], cutoff_len=40)
+    from datasets.arrow_writer import OptimizedTypedSequence
+
+    monkeypatch.setattr(OptimizedTypedSequence, "__init__", OptimizedTypedSequence.__init__)  # neat packing changes it
+    long, short = sharegpt([user("q"), answer("word " * 50)]), sharegpt([user("q"), PLAIN])
+    options = {"packing": packing is not None, "neat_packing": packing == "neat_packing"}
+    rows = factory.rows([long, short, long], cutoff_len=40, streaming=streaming, **options)
     assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
-    assert "1 samples are left out: their answer alone is longer than cutoff_len" in capsys.readouterr().err
+    assert not any(name.startswith("_") for name in rows[0])
+    seen = "the first 3 samples" if streaming else "3 samples"
+    assert f"2 of {seen} left out: their answer alone is longer than cutoff_len" in factory.said
+    assert "67% of the data for training is lost" in factory.said
+
+
+@pytest.mark.parametrize("stage", ["sft", "rm", "kto"])
+def test_an_empty_answer_is_named(factory: Factory, stage: str) -> None:
+    empty, good = sharegpt([user("q"), answer("")]), sharegpt([user("q"), PLAIN])
+    columns: dict[str, Any] = {}
+    if stage == "rm":
+        empty, good, columns = pair("a", ""), pair("a", "b"), RANKING
+    elif stage == "kto":
+        empty, good = ({**record, "tag": True} for record in (empty, good))
+        columns = {"kto_tag": "tag"}
+    assert len(factory.rows([good, empty], stage=stage, columns=columns)) == 2
+    assert "1 of 2 samples for training kept: an empty turn (index 1)" in factory.said
+
+
+def test_reasons_for_losses_add_up(factory: Factory) -> None:
+    good, broken = sharegpt([user("q"), PLAIN]), sharegpt([answer("a"), user("q")])
+    long = sharegpt([user("q"), answer("word " * 50)])
+    factory.rows([good] * 97 + [broken, broken, long], cutoff_len=40)
+    assert "of the data for training is lost" not in factory.said
+    factory.rows([good] * 94 + [broken] * 3 + [long] * 3, cutoff_len=40)
+    assert "6% of the data for training is lost" in factory.said
+
+
+def test_of_streamed_data_the_first_thousand_are_counted(factory: Factory) -> None:
+    good, broken = sharegpt([user("q"), PLAIN]), sharegpt([answer("a"), user("q")])
+    rows = factory.rows([good] * 900 + [broken] * 200 + [good] * 200, streaming=True)
+    assert "100 of the first 1000 samples for training left out" in factory.said
+    assert "10% of the data for training is lost" in factory.said
+    assert len(rows) == 1100
 
 
 @pytest.mark.parametrize("cutoff_len", range(16, 60))
@@ -492,11 +551,37 @@ def test_no_limit_cuts_a_header_or_a_stop_token(factory: Factory, cutoff_len: in
         assert factory.text(prompt).count("<|im_end|>") == 1
 
 
+@pytest.mark.parametrize("said", ["", "Wait.", "[1] See {x}:"])
+@pytest.mark.parametrize(
+    "typed", ["<tool_call>", "</tool_call>", "<tool_call>{}</tool_call>", "<think>", "</think>\n\n"]
+)
+def test_a_tag_in_an_argument_is_text(factory: Factory, said: str, typed: str) -> None:
+    turns = [user("q"), call(said, "", [("add", {"x": typed})])]
+    (row,) = factory.rows([sharegpt(turns, tools=True)])
+    block = f'<tool_call>\n{{"name": "add", "arguments": {{"x": {json.dumps(typed)}}}}}\n</tool_call><|im_end|>'
+    assert factory.text(row["labels"]) == (f"{said}\n" if said else "") + block
+
+
+def test_a_special_token_in_a_list_that_is_printed_as_python_does(
+    factory: Factory, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(factory.tokenizer, "chat_template", chat_templates["qwen3_coder"])
+    (row,) = factory.rows(
+        [sharegpt([user("q"), call("", "", [("add", {"x": ["<|im_end|>"]})])], tools=True)], name="qwen3_nothink"
+    )
+    assert "['<|im_end|>']" in factory.text(row["labels"]) and row["labels"].count(IM_END) == 1
+
+
 texts = st.text(
     alphabet=st.one_of(st.sampled_from("ab \n<>|/你🤖"), st.characters(exclude_categories=("Cs", "Cc", "Cn"))),
     max_size=12,
 )
-pieces = st.sampled_from(["<think>", "</think>", "<tool_call>", "`<think>`", "```", "{", "\n\n"])
+pieces = st.sampled_from(
+    [
+        *("<think>", "</think>", "`<think>`", "<tool_call>", "</tool_response>", "<|im_end|>", "<|endoftext|>", "```"),
+        *("<|im_start|>assistant\n", "{", "\n\n", " ", "{{content}}", "{{idx}}", "<image>"),
+    ]
+)
 contents = st.lists(st.one_of(texts, pieces), min_size=1, max_size=4).map("".join)
 untagged = contents.filter(lambda text: "think>" not in text)
 answers = st.one_of(
@@ -504,10 +589,29 @@ answers = st.one_of(
     # After reasoning, a dataset cannot say where the line breaks of the tags end and those of the text begin.
     st.builds(answer, untagged.map(lambda text: text.lstrip("\n")), untagged.filter(str.strip)),
 )
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(-9, 9), untagged),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    max_leaves=3,
+)
+
+
+def call(text: str, reasoning: str, functions: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    made = answer(text, reasoning, calls=tuple(name for name, _ in functions))
+    for tool_call, (_, arguments) in zip(made["tool_calls"], functions, strict=True):
+        tool_call["function"]["arguments"] = arguments
+    return made
+
+
 calls = st.builds(
-    lambda names, reasoning: answer("", reasoning, calls=tuple(names)),
-    st.lists(st.sampled_from(["add", "sub"]), min_size=1, max_size=2),
+    call,
+    st.sampled_from(["", "Wait."]),
     st.sampled_from(["", "r"]),
+    st.lists(
+        st.tuples(st.sampled_from(["add", "sub"]), st.dictionaries(st.sampled_from("xyz"), values, max_size=2)),
+        min_size=1,
+        max_size=2,
+    ),
 )
 exchanges = st.one_of(
     st.tuples(contents.map(user), answers),
@@ -534,9 +638,11 @@ def test_random_conversations(
     system: str | None,
 ) -> None:
     """Whatever is said, every answer is trained once, after the official prompt, and the text is the official one."""
+    from llamafactory.data.parser import DatasetAttr
     from llamafactory.data.template import TEMPLATES
 
     from llamafactory_preflight.fixer.choose import for_stage
+    from llamafactory_preflight.fixer.convert import _merged
     from llamafactory_preflight.fixer.prepare import Preparation
 
     assume(variant.template in TEMPLATES)
@@ -552,7 +658,8 @@ def test_random_conversations(
     wanted = list(expected(variant, case, tokenizer, chat_templates[variant.chat_template]))
     names = {"human": "user", "gpt": "assistant", "function_call": "function", "observation": "observation"}
     record = sharegpt(messages, tools)
-    turns = [{"role": names[turn["from"]], "content": turn["value"]} for turn in record["conversations"]]
+    merged = _merged(record["conversations"], DatasetAttr("file", "x", formatting="sharegpt"))
+    turns = [{"role": names[turn["from"]], "content": turn["value"]} for turn in merged]
     template = for_stage(
         Factory(tokenizer).template(variant.template, enable_thinking=variant.enable_thinking),
         "sft",

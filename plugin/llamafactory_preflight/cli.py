@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -166,17 +168,24 @@ def _presets(argv: Sequence[str]) -> int:
     show = verbs.add_parser("show", help="print a preset")
     show.add_argument("name")
     copy = verbs.add_parser("copy", help="write a preset and the files that it needs")
-    copy.add_argument("name")
+    copy.add_argument("name", nargs="?", help="a preset; with --board it may be left out, for all of them")
     copy.add_argument("directory", nargs="?", type=Path, default=Path())
+    copy.add_argument("--board", action="store_true", help="as configs that LLaMA-Board can load")
     copy.add_argument("--force", action="store_true", help="overwrite files that are in the way")
     options = parser.parse_args(list(argv))
     from llamafactory_preflight import preset_table, presets
 
     if options.verb == "show":
         print(presets.find(options.name).file.read_text(encoding="utf-8"), end="")
+    elif options.verb == "copy" and options.board:
+        from llamafactory_preflight.board import configs
+
+        chosen = [presets.find(options.name)] if options.name else presets.available()
+        print(*configs.copy(chosen, options.directory, force=options.force), sep="\n")
     elif options.verb == "copy":
-        for file in presets.copy(options.name, options.directory, force=options.force):
-            print(file)
+        if options.name is None:
+            parser.error("the name of a preset is missing")
+        print(*presets.copy(options.name, options.directory, force=options.force), sep="\n")
     else:
         print("\n".join(preset_table.lines(presets.available())))
     return 0
@@ -187,6 +196,7 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("items", nargs="+", metavar="FILE|key=value", help="a YAML or JSON file, and overrides")
     parser.add_argument("--sample", type=int, default=3, help="how many samples to print")
     parser.add_argument("--html", type=Path, help="also write them to this page")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
     from llamafactory_preflight import arguments
     from llamafactory_preflight.templates import view
@@ -195,6 +205,9 @@ def _template(argv: Sequence[str]) -> int:
     from llamafactory_preflight.fixer.show import show
 
     shown = show(given, num_samples=max(0, options.sample))
+    if options.json:
+        print(json.dumps(asdict(shown)))
+        return 0
     for number, sample in enumerate(shown.samples):
         print(f"{view.heading(number, sample)}\n{view.terminal(sample, coloured=sys.stdout.isatty())}\n")
     numbers = view.statistics(shown.lengths, shown.trained, cutoff_len=shown.cutoff_len)

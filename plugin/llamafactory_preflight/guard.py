@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ from llamafactory_preflight import (
     preflight,
     report,
 )
+from llamafactory_preflight.images import Counted
 from llamafactory_preflight.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -62,19 +63,26 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
     return {}
 
 
-def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
+def data(
+    given: Mapping[str, Any],
+    longest: Longest,
+    *,
+    count_images: Callable[[int], Counted | None] | None = None,
+    speaks: bool,
+) -> None:
     """The second look, when the data is tokenized and no weights are loaded: the longest sample decides.
 
     Args:
         given: The arguments by name.
         longest: The longest sample of the training set.
+        count_images: Counts the tokens of images in it.
         speaks: Whether this process is the one that reports.
 
     Raises:
         SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
     """
     settings = Settings.from_environment()
-    result = looked_at(given, settings, stage="process", length=longest.tokens)
+    result = looked_at(given, settings, stage="process", length=longest.tokens, count_images=count_images)
     if speaks:
         for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
             print(f"llamafactory-preflight: {report.finding_line(finding)}", file=sys.stderr, flush=True)
@@ -88,7 +96,12 @@ def data(given: Mapping[str, Any], longest: Longest, *, speaks: bool) -> None:
 
 
 def looked_at(
-    given: Mapping[str, Any], settings: Settings, *, stage: Literal["launcher", "process"], length: int | None = None
+    given: Mapping[str, Any],
+    settings: Settings,
+    *,
+    stage: Literal["launcher", "process"],
+    length: int | None = None,
+    count_images: Callable[[int], Counted | None] | None = None,
 ) -> Result:
     """A preflight of this run on this machine, or on the card that is planned for."""
     command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
@@ -101,6 +114,7 @@ def looked_at(
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,
+        count_images=count_images,
     )
 
 

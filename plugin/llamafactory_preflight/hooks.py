@@ -15,8 +15,9 @@ from types import ModuleType
 from typing import Any, Literal
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.board import around as board
 from llamafactory_preflight.failing import fail_open as _fail_open
-from llamafactory_preflight.watch import around
+from llamafactory_preflight.watch import around as watch
 
 
 SUBCOMMANDS = ("preflight", "presets", "template", "doctor")
@@ -54,12 +55,12 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
             sys.argv += _fail_open(functools.partial(_check, arguments, "launcher"), [])
         kills_before: dict[str, int] = {}
         if command == "train":
-            kills_before = _fail_open(around.kills_so_far, kills_before)
+            kills_before = _fail_open(watch.kills_so_far, kills_before)
         try:
             result = original(*args, **kwargs)
         except Exception as error:
             if command == "train":
-                _fail_open(functools.partial(around.answer_for_children, error, arguments, kills_before), None)
+                _fail_open(functools.partial(watch.answer_for_children, error, arguments, kills_before), None)
             raise
         if command in ("", "help"):
             print(USAGE)
@@ -133,7 +134,7 @@ POINTS = (
     PatchPoint(module="llamafactory.launcher", attribute="launch", around=_around_launch),
     PatchPoint(module="llamafactory.train.tuner", attribute="get_train_args", around=_around_get_train_args),
     PatchPoint(module="llamafactory.data.loader", attribute="get_dataset", around=_around_get_dataset),
-    PatchPoint(module="llamafactory.train.tuner", attribute="_training_function", around=around.training_function),
+    PatchPoint(module="llamafactory.train.tuner", attribute="_training_function", around=watch.training_function),
     *(
         PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=_repairing("parsed", after=True))
         for name in ("_parse_train_args", "_parse_infer_args", "_parse_eval_args")
@@ -156,6 +157,16 @@ POINTS = (
     PatchPoint(
         module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
     ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="create_train_tab", around=board.create_train_tab
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.train", attribute="change_stage", around=board.keeping("change_stage")
+    ),
+    PatchPoint(
+        module="llamafactory.webui.components.top", attribute="get_model_info", around=board.keeping("get_model_info")
+    ),
+    PatchPoint(module="llamafactory.webui.common", attribute="_clean_cmd", around=board.keeping("_clean_cmd")),
 )
 MODULES = frozenset(point.module for point in POINTS)
 
@@ -232,10 +243,11 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
 
     given = handoff.remembered()
     longest = lengths.longest(dataset_module) if given else None
-    around.data_is_read(longest)
+    watch.data_is_read(longest)
     if given and longest is not None:
         by_name = given if isinstance(given, dict) else arguments.read(given)
-        guard.data(by_name, longest, speaks=handoff.speaks())
+        count = functools.partial(lengths.images, dataset_module)
+        guard.data(by_name, longest, count_images=count, speaks=handoff.speaks())
 
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:

@@ -37,9 +37,14 @@ class ModelSource:
 
 
 def find(
-    name: str, *, revision: str = "main", cache_dir: str | None = None, environ: Mapping[str, str] | None = None
+    name: str,
+    *,
+    revision: str = "main",
+    cache_dir: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    asks: bool = True,
 ) -> ModelSource:
-    """Reads the config.json of a model as LLaMA-Factory would locate it.
+    """Reads the config.json of a model as LLaMA-Factory would locate it; without `asks` only on this machine.
 
     Raises:
         UserError: The folder has no readable config.json, or the hub does not have the model.
@@ -72,6 +77,8 @@ def find(
             download_bytes=0 if has_weights else None,
             cache_dir=cache,
         )
+    if not asks:
+        raise Unmodelled(f"{name} is not in the local cache")
     offline = next((variable for variable in OFFLINE if _enabled(env, variable)), None)
     if offline and not modelscope:
         raise Unmodelled(f"{name} is not in the local cache, and {offline} forbids to ask the hub")
@@ -113,6 +120,16 @@ def huggingface_cache(cache_dir: str | None, environ: Mapping[str, str] | None =
     """The folder that huggingface_hub downloads into."""
     env = os.environ if environ is None else environ
     return expanded(cache_dir or env.get("HF_HUB_CACHE") or str(huggingface_home(env) / "hub"))
+
+
+def snapshot(name: str, environ: Mapping[str, str] | None = None) -> Path | None:
+    """The folder of a model in the local cache of the hub in use, or None."""
+    env = os.environ if environ is None else environ
+    if not name or name.startswith((".", "/", "~")) or name.count("/") > 1 or len(name) > LONGEST_NAME:
+        return None
+    if _enabled(env, "USE_MODELSCOPE_HUB"):
+        return _modelscope_snapshot(_modelscope_cache(None, env), name)
+    return _huggingface_snapshot(huggingface_cache(None, env), name, "main")
 
 
 def _huggingface_snapshot(cache: Path, name: str, revision: str) -> Path | None:

@@ -58,8 +58,8 @@ WITHOUT_EFFECT = frozenset(
         "max_samples", "media_dir", "mix_strategy", "overwrite_cache", "preprocessing_batch_size",
         "preserve_thinking", "remove_unused_columns", "seed", "sortish_sampler", "split_special_tokens",
         "tool_format", "train_sampling_strategy", "use_fast_tokenizer",
-        # Images, videos and sound: a run with such data is not estimated by the formula at all.
-        "audio_sampling_rate", "crop_to_patches", "image_do_pan_and_scan", "image_max_pixels", "image_min_pixels",
+        # Videos and sound, with which a run is `unknown`; and how small an image may be, where the largest counts.
+        "audio_sampling_rate", "crop_to_patches", "image_do_pan_and_scan", "image_min_pixels",
         "use_audio_in_video", "video_fps", "video_max_pixels", "video_maxlen", "video_min_pixels",
         # Evaluation: the formula takes the batch of one step, and the loss alone is gathered.
         "batch_eval_metrics", "bf16_full_eval", "eval_delay", "eval_do_concat_batches", "eval_on_each_dataset",

@@ -1,10 +1,12 @@
-"""How long the longest sample of a tokenized data set is: it decides what the fullest batch takes."""
+"""How long the longest sample of a tokenized data set is, and how much of one is images: both decide a batch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from llamafactory_preflight.images import Counted
 
 
 COLUMNS = ("input_ids", "chosen_input_ids", "rejected_input_ids", "kl_input_ids")
@@ -48,3 +50,31 @@ def longest(dataset_module: Mapping[str, Any]) -> Longest | None:
                 found = Longest(tokens=largest, index=seen + position, num_samples=len(dataset))
         seen += table.num_rows
     return found
+
+
+def images(dataset_module: Mapping[str, Any], token_id: int) -> Counted | None:
+    """Counts the images of a training set's samples, and the tokens that stand for them.
+
+    Args:
+        dataset_module: What LLaMA-Factory's get_dataset returned.
+        token_id: The model's image token.
+
+    Returns:
+        The most that a sample has of both, or None where there are none or that cannot be told.
+    """
+    dataset: Any = dataset_module.get("train_dataset")
+    names = {"images", "input_ids"}
+    if names - set(getattr(dataset, "column_names", None) or ()) or not hasattr(dataset, "select_columns"):
+        return None
+    import pyarrow.compute as compute
+
+    most_images = most_tokens = 0
+    for table in dataset.select_columns(sorted(names)).with_format("arrow").iter(batch_size=READ_AT_ONCE):
+        if not hasattr(table["images"].type, "value_type"):  # no sample of these has any
+            continue
+        most_images = max(most_images, compute.max(compute.list_value_length(table["images"])).as_py() or 0)
+        samples = table["input_ids"].combine_chunks()
+        found = compute.list_parent_indices(samples).filter(compute.equal(samples.flatten(), token_id))
+        counts = compute.value_counts(found).field("counts")
+        most_tokens = max(most_tokens, compute.max(counts).as_py() or 0)
+    return Counted(images=most_images, tokens=most_tokens) if most_images and most_tokens else None

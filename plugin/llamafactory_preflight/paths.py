@@ -11,7 +11,6 @@ from typing import Any
 
 DISTRIBUTION = "llamafactory-preflight"
 DATA_INFO = "dataset_info.json"
-MEDIA = ("images", "videos", "audios")
 
 
 def resolve(arguments: Mapping[str, Any], *, beside: Path | None) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -46,15 +45,6 @@ def datasets_in(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return loaded if isinstance(loaded, dict) else {}
-
-
-def datasets_with_media(arguments: Mapping[str, Any]) -> list[str]:
-    """Names of a run's data sets that bring images, videos or sound, as far as `dataset_info.json` tells."""
-    folder = arguments.get("dataset_dir", "data")
-    known = datasets_in(Path(folder)) if isinstance(folder, str) else {}
-    entries = {name: known.get(name) for name in dataset_names(arguments)}
-    columns = {name: entry.get("columns") for name, entry in entries.items() if isinstance(entry, dict)}
-    return sorted(name for name, given in columns.items() if isinstance(given, dict) and any(map(given.get, MEDIA)))
 
 
 def pack_folder() -> Path | None:

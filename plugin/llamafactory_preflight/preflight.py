@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from llamafactory_preflight import (
     host,
     hub,
     machine,
+    media,
     memory,
     model_config,
     paths,
@@ -27,6 +28,7 @@ from llamafactory_preflight import (
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
+from llamafactory_preflight.images import Counted, Images, Source
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
@@ -105,13 +107,16 @@ def examine(
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
     length: int | None = None,
+    count_images: Callable[[int], Counted | None] | None = None,
     trains: bool = True,
+    find: Callable[..., hub.ModelSource] = hub.find,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
-    it is known; the cutoff stands for it until then. Without `trains` the arguments may also be those of `chat`,
-    `api` or `export`.
+    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. Without
+    `trains` the arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the
+    model.
 
     Raises:
         UserError: An argument is faulty.
@@ -132,28 +137,31 @@ def examine(
     checkpoint: checkpoint_size.Checkpoint | None = None
     model_type = ""
     proposed: tuple[remedies.Remedy, ...] = ()
+    pictures: Images | None = None
     try:
         assert run.model_name_or_path is not None
-        model = hub.find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
+        model = find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
         writes += disk.weights(model)
         if given.get("trust_remote_code") and model.config.get("auto_map"):
             raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
-        if "vision_config" in model.config and (media := paths.datasets_with_media(resolved_arguments)):
-            raise Unmodelled(f"What the images of {', '.join(media)} take has no formula yet")
         model_type = str(model.config.get("model_type"))
         family = FAMILIES.get(model_type)
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
+        source = None if serves else media.source(resolved_arguments, run, model.config, count_images)
         card, placed = machine.card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
         ranks = memory.Ranks() if on_cpu else machine.ranks_of(len(devices), env=env)
         if is_enabled(env, "ACCELERATE_USE_FSDP"):
             raise Unmodelled("FSDP from an accelerate configuration has no formula yet")
+        pictures = source.of(placed, length) if source is not None else None
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
         if exact and (ranks.world > 1 or run.deepspeed is not None):
             raise Unmodelled("--exact simulates one process without DeepSpeed; the formula knows several")
         if exact:
-            estimate = simulate.estimate(placed, model.config, software=software, card=card, length=length)
+            estimate = simulate.estimate(
+                placed, model.config, software=software, card=card, length=length, images=pictures
+            )
         else:
             shape = _shape(model.config)
             checkpoint = checkpoint_size.of_shape(run, shape, software=software)
@@ -162,13 +170,15 @@ def examine(
             if serves:
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
-                estimate = memory.estimate(placed, shape, software=software, card=card, length=length, ranks=ranks)
+                estimate = memory.estimate(
+                    placed, shape, software=software, card=card, length=length, ranks=ranks, images=pictures
+                )
         if decisive is not None and decisive.kind != "cuda":
             estimate = verdict.widened(estimate)
         answer = judge(estimate, decisive, host_budget_bytes)
         if decisive is not None and shape is not None and answer.word != "fits" and not serves:
             proposed = _remedies(
-                placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks
+                placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks, source=source
             )
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
@@ -198,6 +208,7 @@ def examine(
         fault=None if devices or run.use_cpu else cards.survey(env).fault,
         writes=tuple(writes),
         checkpoint=checkpoint,
+        images=pictures,
     )
     return replace(result, findings=findings.about(result, surroundings))
 
@@ -225,11 +236,15 @@ def _remedies(
     *,
     length: int | None,
     ranks: memory.Ranks,
+    source: Source | None,
 ) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain."""
 
     def predict(changed: RunDescription) -> memory.MemoryEstimate:
-        estimate = memory.estimate(changed, shape, software=software, card=card, length=length, ranks=ranks)
+        images = source.of(changed, length) if source is not None else None
+        estimate = memory.estimate(
+            changed, shape, software=software, card=card, length=length, ranks=ranks, images=images
+        )
         shards = changed.deepspeed is not run.deepspeed
         if shards and host_budget_bytes is not None and estimate.host_bytes > host_budget_bytes:
             raise Unmodelled("Main memory does not hold what it would move there")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,7 +107,26 @@ def copy(name: str, target: Path, *, force: bool) -> list[Path]:
     deepspeed = preset.arguments.get("deepspeed")
     if isinstance(deepspeed, str):
         contents[target / deepspeed] = (pack / deepspeed).read_bytes()
-    contents |= _data(preset, target)
+    return put(contents | _data(preset, target), target, force=force)
+
+
+def with_absolute_paths(preset: Preset) -> dict[str, Any]:
+    """A preset's arguments for another working folder: its DeepSpeed file lies in the pack."""
+    deepspeed = preset.arguments.get("deepspeed")
+    if not isinstance(deepspeed, str):
+        return preset.arguments
+    return preset.arguments | {"deepspeed": str((preset.file.parent.parent / deepspeed).resolve())}
+
+
+def put(contents: Mapping[Path, bytes], target: Path, *, force: bool) -> list[Path]:
+    """Writes files below `target`, all or none.
+
+    Returns:
+        The files, those included that were already there with the same content.
+
+    Raises:
+        UserError: Another file stands in the way and `force` is off, or the folder cannot be written.
+    """
     try:
         for file, content in contents.items():
             if file.is_dir():
@@ -155,19 +175,20 @@ def _measured(file: Path) -> Measured | None:
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
-    """The data sets that a preset names, as files; none where the target has data sets of these names."""
+    """All data sets of the pack as files, so that the next preset finds its own; none where the target has these."""
     source = _folder() / str(preset.arguments.get("dataset_dir", "data"))
     names = paths.dataset_names(preset.arguments)
     folder = target / source.name
     if names <= paths.datasets_in(folder).keys():
         return {}
-    info = json.loads((source / paths.DATA_INFO).read_text(encoding="utf-8"))
-    chosen = {name: info[name] for name in sorted(names)}
-    files = {folder / item["file_name"]: (source / item["file_name"]).read_bytes() for item in chosen.values()}
-    return files | {folder / paths.DATA_INFO: (json.dumps(chosen, indent=2) + "\n").encode()}
+    text = (source / paths.DATA_INFO).read_bytes()
+    files = {
+        folder / item["file_name"]: (source / item["file_name"]).read_bytes() for item in json.loads(text).values()
+    }
+    return files | {folder / paths.DATA_INFO: text}
 
 
-def _write(contents: dict[Path, bytes]) -> None:
+def _write(contents: Mapping[Path, bytes]) -> None:
     """Writes everything under temporary names first, so that a full disk leaves no half of a preset behind."""
     prepared: list[tuple[str, Path]] = []
     made: list[Path] = []

@@ -56,7 +56,8 @@ def second_look(result: Result, longest: Longest, *, stops: bool) -> str:
         f"{longest.tokens} tokens. A batch of {batch} as long needs {size(needed)}, and "
         f"{size(result.device.free_bytes)} are free: {TITLES[result.verdict.word]}."
     )
-    lines = [*_wrapped(sentence, indent=""), *remedy_lines(result.remedies)]
+    seen = [message(finding) for finding in result.findings if finding.id == "images"]
+    lines = [*_wrapped(" ".join([sentence, *seen]), indent=""), *remedy_lines(result.remedies)]
     return "\n".join([*lines, REFUSAL_AFTER_DATA] if stops else lines)
 
 

@@ -60,6 +60,7 @@ class RunDescription:
     streaming: bool = False
     val_size: float = 0.0
     preprocessing_num_workers: int | None = None
+    image_max_pixels: int = 768 * 768
     # method
     stage: str = "sft"
     finetuning_type: str = "lora"
@@ -148,6 +149,7 @@ POSITIVE = frozenset(
     {
         "cutoff_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
         "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers",
+        "image_max_pixels",
     }
 )  # fmt: skip
 LARGEST = 2**31 - 1  # No count of a run that could start is larger.

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamafactory_preflight.device import Device
-from llamafactory_preflight.memory.build import ADAPTERS, checkpointing_kind
+from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.checkpointing import checkpointing_kind
 from llamafactory_preflight.memory.dtypes import BFLOAT16, size
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription

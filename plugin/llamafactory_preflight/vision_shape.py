@@ -22,20 +22,79 @@ class VisionLinear:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TowerShape:
+    """A vision tower of the Qwen family, as far as its activations depend on it.
+
+    Attributes:
+        hidden_size: Features of a patch.
+        width: Features inside the MLP.
+        depth: Blocks.
+        num_heads: Attention heads.
+        out_size: Features of a token for the language model.
+        patch_size: Pixels along a side of a patch.
+        patch_numel: Elements of a patch in the processor's output: all channels of the frames that it covers.
+        merge_size: Patches along a side that become one token.
+        num_stacked: Blocks whose output goes to the first layers of the language model as well (DeepStack).
+        window: Patches along a side of an attention window, or None where every block looks at whole images.
+        num_full_attention_blocks: Blocks without a window.
+        rms_norm: RMSNorms in elementary operations, not LayerNorms.
+        gated: A gated MLP.
+        quick_gelu: An activation function in elementary operations.
+        requires_grad: `enable_input_require_grads` of transformers 5 finds the patch embedding too, so that under LoRA
+            with checkpointing the frozen tower keeps everything for a backward.
+    """
+
+    hidden_size: int
+    width: int
+    depth: int
+    num_heads: int
+    out_size: int
+    patch_size: int
+    patch_numel: int
+    merge_size: int
+    num_stacked: int = 0
+    window: int | None = None
+    num_full_attention_blocks: int = 0
+    rms_norm: bool = False
+    gated: bool = False
+    quick_gelu: bool = False
+    requires_grad: bool = True
+
+    @property
+    def merged(self) -> int:
+        """Patches that become one token."""
+        return self.merge_size**2
+
+    @property
+    def linears(self) -> dict[str, tuple[int, int]]:
+        """Features in and out of one linear layer of each kind; `gate` only where the MLP is gated."""
+        size, merged = self.hidden_size, self.hidden_size * self.merged
+        gate = {"gate": (size, self.width)} if self.gated else {}
+        inner = {"qkv": (size, 3 * size), "proj": (size, size), "up": (size, self.width), "down": (self.width, size)}
+        return inner | gate | {"merge": (merged, merged), "out": (merged, self.out_size)}
+
+
+MARKS = 2
+"""Tokens around the image tokens: start and end of vision."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class VisionShape:
-    """Vision tower and projector, as far as a run on text needs to know them.
+    """Vision tower and projector.
 
     Attributes:
         linears: The linear layers, which quantization changes.
         other: Elements of everything else.
         templates: LLaMA-Factory's templates that know the model's images.
         dummy_tokens: Tokens of the blank image that LLaMA-Factory's collator adds to a batch without images.
+        tower: What images go through, or None where that has no formula.
     """
 
     linears: tuple[VisionLinear, ...]
     other: int
     templates: frozenset[str]
     dummy_tokens: int
+    tower: TowerShape | None = None
 
     @property
     def numel(self) -> int:
@@ -65,6 +124,18 @@ def qwen3_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         ),
         templates=frozenset({"qwen3_vl", "qwen3_vl_nothink"}),
         dummy_tokens=66,
+        tower=TowerShape(
+            hidden_size=size,
+            width=width,
+            depth=depth,
+            num_heads=vision.get("num_heads", 16),
+            out_size=out,
+            patch_size=patch,
+            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
+            merge_size=vision.get("spatial_merge_size", 2),
+            num_stacked=stacked,
+            requires_grad=False,
+        ),
     )
 
 
@@ -83,6 +154,20 @@ def qwen2_5_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 2 * size + size,
         templates=frozenset({"qwen2_vl"}),
         dummy_tokens=6,
+        tower=TowerShape(
+            hidden_size=size,
+            width=width,
+            depth=depth,
+            num_heads=vision.get("num_heads", 16),
+            out_size=out,
+            patch_size=patch,
+            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
+            merge_size=vision.get("spatial_merge_size", 2),
+            window=vision.get("window_size", 112) // patch,
+            num_full_attention_blocks=len(vision.get("fullatt_block_indexes", (7, 15, 23, 31))),
+            rms_norm=True,
+            gated=True,
+        ),
     )
 
 
@@ -100,6 +185,17 @@ def qwen2_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 4 * size + 2 * size,
         templates=frozenset({"qwen2_vl"}),
         dummy_tokens=6,
+        tower=TowerShape(
+            hidden_size=size,
+            width=width,
+            depth=depth,
+            num_heads=vision.get("num_heads", 16),
+            out_size=vision.get("hidden_size", hidden_size),
+            patch_size=patch,
+            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
+            merge_size=vision.get("spatial_merge_size", 2),
+            quick_gelu=vision.get("hidden_act", "quick_gelu") == "quick_gelu",
+        ),
     )
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.checkpoint_size import Checkpoint
 from llamafactory_preflight.disk import Need
-from llamafactory_preflight.findings import arguments, disk, hardware, host, packages
+from llamafactory_preflight.findings import arguments, disk, hardware, host, packages, vision
 from llamafactory_preflight.host import MainMemory
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.result import Finding, Result
 
 
@@ -27,6 +28,7 @@ class Surroundings:
         fault: Why a device that is there cannot be used.
         writes: What the run writes to disk.
         checkpoint: The size of a checkpoint, if it is known.
+        images: The images of a sample that were counted with.
     """
 
     environ: Mapping[str, str]
@@ -36,6 +38,7 @@ class Surroundings:
     fault: str | None = None
     writes: tuple[Need, ...] = ()
     checkpoint: Checkpoint | None = None
+    images: Images | None = None
 
 
 def about(result: Result, around: Surroundings) -> tuple[Finding, ...]:
@@ -46,6 +49,7 @@ def about(result: Result, around: Surroundings) -> tuple[Finding, ...]:
 def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     run, software, estimate, device = result.run, result.software, result.estimate, result.device
     has_experts = result.shape is not None and result.shape.moe is not None
+    yield from vision.images(result, around.images)
     yield from disk.disk_space(run, around.writes, around.checkpoint)
     yield from host.host_memory(estimate, result.host_budget_bytes, around.here)
     yield from host.locked_memory(around.environ)

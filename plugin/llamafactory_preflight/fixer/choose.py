@@ -13,6 +13,7 @@ from llamafactory_preflight.fixer import compare, session
 from llamafactory_preflight.fixer.template import OfficialTemplate, make, style_for
 from llamafactory_preflight.settings import Settings
 from llamafactory_preflight.templates import families
+from llamafactory_preflight.templates.audit import repairs
 from llamafactory_preflight.templates.families import OWN_TEMPLATES, Family, Mode
 from llamafactory_preflight.templates.thinking import asked_for
 
@@ -31,6 +32,8 @@ def template_for(original: Original, tokenizer: Any, data_args: Any, settings: S
     """
     chat_template, given = tokenizer.chat_template, data_args.template
     session.CURRENT.repairs = False
+    if session.CURRENT.is_bypassed:
+        return original(tokenizer, data_args)
     family = families.recognise(chat_template)
     if family is None:
         if given in OWN_TEMPLATES and isinstance(chat_template, str):
@@ -47,8 +50,9 @@ def template_for(original: Original, tokenizer: Any, data_args: Any, settings: S
     if settings.template == "warn":
         factory = original(tokenizer, data_args)
         ours = _official(factory, tokenizer, data_args, family, chat_template, settings)
-        for difference in compare.audit(factory, ours, tokenizer):
-            session.say(f"{given}: {difference.message}")
+        differences = [difference.message for difference in compare.audit(factory, ours, tokenizer)]
+        if differences:
+            session.say(f"`template: {given}` is not the chat template of {family.name}, and stays:", *differences)
         return factory
     arguments = copy.copy(data_args)
     arguments.template = name
@@ -59,16 +63,18 @@ def template_for(original: Original, tokenizer: Any, data_args: Any, settings: S
         return factory
     if given != name:
         session.say(f"{family.name} is not trained with `template: {given}`; `{name}` is used")
-    for difference in found:
-        session.say(f"repaired for {family.name}: {difference.message}")
+    if found:
+        session.CURRENT.differences = tuple(difference.message for difference in found)
+        count = f"{len(found)} of {compare.NUM_CHECKS} checks, which `llamafactory-cli template` lists"
+        session.say(f"repaired for {family.name}, where LLaMA-Factory's `{name}` failed {count}:", *repairs(found))
     tokenizer.chat_template = families.with_default(chat_template, ours.default_mode)
     processor = session.CURRENT.processor
     if families.recognise(getattr(processor, "chat_template", None)) == family:
         processor.chat_template = tokenizer.chat_template
     if session.CURRENT.export_dir:
-        from llamafactory_preflight.fixer.saving import keep_files
+        from llamafactory_preflight.fixer import files
 
-        keep_files(tokenizer)
+        files.keep(tokenizer, processor)
     session.CURRENT.repairs = True
     return ours
 

@@ -10,6 +10,9 @@ from llamafactory_preflight.templates.audit import Difference, Rendering, differ
 from llamafactory_preflight.templates.probe import PROBES, Probe
 
 
+NUM_CHECKS = len(PROBES) + 1  # and one of the stop tokens
+
+
 def audit(factory: Any, official: OfficialTemplate, tokenizer: Any) -> list[Difference]:
     """What differs between LLaMA-Factory's template and the model's own; nothing if LLaMA-Factory is right."""
     trained, served = (replace(official, purpose=purpose) for purpose in ("train", "predict"))

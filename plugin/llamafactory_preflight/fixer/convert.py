@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from llamafactory_preflight.templates.messages import RESULTS_BETWEEN
+from llamafactory_preflight.fixer.rules import rules
+from llamafactory_preflight.templates.messages import RESULTS_BETWEEN, only_calls
+from llamafactory_preflight.templates.thinking import split_answer
 
 
 Record = dict[str, Any]
@@ -19,12 +21,12 @@ class RepairingConverter:
     Attributes:
         inner: LLaMA-Factory's converter.
         formatting: `sharegpt` or `openai`.
-        rules: Version of what is done here, part of the fingerprint of what is kept on disk.
+        rules: Hash of the code, part of the fingerprint of what is kept on disk; see `fixer.rules`.
     """
 
     inner: Any
     formatting: str
-    rules: int = 1
+    rules: str = field(default_factory=rules)
 
     def __call__(self, example: Record) -> Record:
         """One record in LLaMA-Factory's standard format."""
@@ -107,19 +109,17 @@ def _joined_calls(first: Record, second: Record, attr: Any) -> str:
     parts = []
     for message in (first, second):
         text = str(message.get(attr.content_tag) or "").strip("\n")
-        if message.get(attr.role_tag) == attr.function_tag and "<tool_call>" not in text:
+        if message.get(attr.role_tag) == attr.function_tag:
             text = _as_block(text)
         parts.append(text)
     return "\n".join(part for part in parts if part)
 
 
 def _as_block(text: str) -> str:
-    """A call in JSON, and whatever reasoning is before it, with tags around each call."""
-    start = min((at for at in (text.find("{"), text.find("[")) if at >= 0), default=-1)
-    try:
-        given = json.loads(text[start:]) if start >= 0 else None
-    except ValueError:
+    """The same answer with tags around each call that is mere JSON."""
+    said = split_answer(text).text
+    calls = only_calls(said)
+    if calls is None:
         return text
-    calls = given if isinstance(given, list) else [given]
     blocks = [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
-    return text[:start] + "\n".join(blocks)
+    return text[: len(text) - len(said)] + "\n".join(blocks)

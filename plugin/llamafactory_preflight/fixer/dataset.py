@@ -2,70 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
 from llamafactory_preflight.fixer import choose, prepare, session
-from llamafactory_preflight.fixer.template import RULES, OfficialTemplate
+from llamafactory_preflight.fixer.processors import KEPT, SEEN
+from llamafactory_preflight.fixer.tally import Tally, tell_cost, tell_if_many, tell_lost, tell_too_long
+from llamafactory_preflight.fixer.template import OfficialTemplate
 from llamafactory_preflight.templates import families
 from llamafactory_preflight.templates.record import Record, majority
 from llamafactory_preflight.templates.thinking import asked_for
 
 
 NUM_STREAMED = 1000  # of streamed data, what is looked at before the training
-NUM_NAMED = 5
-MANY_LOST = 0.05
-
-
-@dataclass(kw_only=True, slots=True)
-class Tally:
-    """What the preparation found.
-
-    Attributes:
-        num_samples: Conversations.
-        num_think: Trained answers with reasoning.
-        num_no_think: Trained answers without.
-        lost: Indices of samples that are left out, by reason.
-        odd: Indices of samples that are kept although something is strange.
-        rows: Of each sample that is kept, the conversation that it comes from.
-    """
-
-    num_samples: int = 0
-    num_think: int = 0
-    num_no_think: int = 0
-    lost: dict[str, list[int]] = field(default_factory=dict)
-    odd: dict[str, list[int]] = field(default_factory=dict)
-    rows: list[int] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, rows: Iterable[dict[str, Any]]) -> Tally:
-        """Counts rows that carry what the preparation wrote into them."""
-        tally = cls()
-        before = None
-        for row in rows:
-            index = row[prepare.INDEX]
-            tally.num_samples += index != before
-            if not row[prepare.LOST]:
-                tally.rows.append(index)
-            tally.num_think += row[prepare.THINK]
-            tally.num_no_think += row[prepare.NO_THINK]
-            for reason, found in ((row[prepare.LOST], tally.lost), (row[prepare.ODD], tally.odd)):
-                if reason and index != before:
-                    found.setdefault(reason, []).append(index)
-            before = index
-        return tally
-
-    @property
-    def num_rows(self) -> int:
-        """Samples that the conversations became."""
-        return len(self.rows)
-
-    @property
-    def num_lost(self) -> int:
-        """Samples that are left out."""
-        return sum(map(len, self.lost.values()))
 
 
 def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any]) -> Any:
@@ -83,7 +33,9 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
         return original(dataset, **kwargs)
     do_generate = bool(training_args.predict_with_generate and kwargs["is_eval"])
     staged = choose.for_stage(template, stage, do_generate=do_generate, cutoff_len=data_args.cutoff_len)
-    mapper = prepare.Preparation(template=staged, splits=stage == "sft" and not do_generate)
+    mapper = prepare.Preparation(
+        template=staged, splits=stage == "sft" and not do_generate, is_feedback=stage == "kto"
+    )
     options: dict[str, Any] = {}
     if not data_args.streaming:
         options = {
@@ -94,14 +46,22 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     prepared = dataset.map(
         mapper, batched=True, with_indices=True, batch_size=data_args.preprocessing_batch_size, **options
     )
-    tally = Tally.of(_noted(prepared, is_streamed=data_args.streaming))
-    _report(tally, staged, is_eval=kwargs["is_eval"], is_streamed=data_args.streaming)
+    is_streamed, which = data_args.streaming, "evaluation" if kwargs["is_eval"] else "training"
+    tally = Tally.of(_noted(prepared, is_streamed=is_streamed))
+    tell_lost(tally, which=which, is_part=is_streamed)
     if staged.purpose == "train" and not kwargs["is_eval"]:
         _settle_mode(tally, template, kwargs["tokenizer"], kwargs.get("processor"))
-    result = original(prepared.remove_columns(list(prepare.OURS)), **kwargs)
+    result = original(_without_lost(prepared, tally, is_streamed=is_streamed), **kwargs)
     if staged.purpose != "train":
+        tell_if_many(tally, 1, 1, which=which)
         return result
-    return _without_empty(result, tally, is_streamed=data_args.streaming)
+    if stage == "sft" and data_args.packing:
+        num_seen, num_kept, result = _packed(result, tally, is_streamed=is_streamed)
+    else:
+        num_seen, num_kept, result = _full(result, tally, is_streamed=is_streamed)
+    tell_too_long(num_seen, num_kept, is_part=is_streamed)
+    tell_if_many(tally, num_seen, num_kept, which=which)
+    return result
 
 
 def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
@@ -110,33 +70,19 @@ def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
     return iter(prepared.select_columns(list(prepare.OURS)))
 
 
-def _report(tally: Tally, template: OfficialTemplate, *, is_eval: bool, is_streamed: bool) -> None:
-    which = "evaluation" if is_eval else "training"
-    seen = f"the first {tally.num_rows} samples" if is_streamed else f"{tally.num_samples} samples"
-    for found, fate in ((tally.lost, "left out"), (tally.odd, "kept")):
-        for reason, indices in found.items():
-            named = ", ".join(map(str, indices[:NUM_NAMED])) + (", ..." if len(indices) > NUM_NAMED else "")
-            session.say(f"{len(indices)} of {seen} for {which} {fate}: {reason} (index {named})")
-    if tally.num_lost > MANY_LOST * tally.num_samples:
-        session.say(
-            f"{tally.num_lost / tally.num_samples:.0%} of the data for {which} is lost. Look at the lines above"
-        )
+def _without_lost(prepared: Any, tally: Tally, *, is_streamed: bool) -> Any:
+    """The samples that LLaMA-Factory gets; if none is left, all of them, about which it then complains."""
+    if is_streamed:
+        kept = prepared.filter(_is_kept)
+    elif tally.rows and tally.num_lost:
+        kept = prepared.select([at for at, reason in enumerate(prepared[prepare.LOST]) if not reason])
+    else:
+        kept = prepared
+    return kept.remove_columns(list(prepare.OURS))
 
 
-def _tell_cost(tally: Tally, lengths: Sequence[int]) -> None:
-    """What taking conversations apart costs, once it is known how long the samples are."""
-    grown = tally.num_rows / max(1, tally.num_samples - tally.num_lost)
-    if grown <= 1:
-        return
-    tokens = ""
-    if len(lengths) == len(tally.rows):  # not packed
-        last = dict(zip(tally.rows, lengths, strict=True))  # the last sample of a conversation holds the others
-        tokens = f" and {sum(lengths)} tokens instead of about {sum(last.values())}"
-    session.say(
-        f"{tally.num_samples} conversations became {tally.num_rows} samples{tokens}, because an earlier answer is "
-        f"served otherwise than the last one. An epoch has {grown:.2f} times the steps, and mixing ratios count "
-        "answers. LLAMAFACTORY_TEMPLATE_TURNS=last trains the last answers only, =concat all of them in one text"
-    )
+def _is_kept(row: dict[str, Any]) -> bool:
+    return not row[prepare.LOST]
 
 
 def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, processor: Any) -> None:
@@ -155,9 +101,9 @@ def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, proce
         num_no_think=tally.num_no_think,
         family=family.name,
         template=family.template,
-        rules=RULES,
+        rules=template.rules,
     )
-    if len(family.modes) > 1:
+    if len(family.modes) > 1 and tally.rows:
         words = "with thinking" if mode == "think" else "without thinking"
         session.say(
             f"{tally.num_think} answers are trained with thinking and {tally.num_no_think} without. "
@@ -170,21 +116,32 @@ def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, proce
         )
 
 
-def _without_empty(result: Any, tally: Tally, *, is_streamed: bool) -> Any:
-    column = next((name for name in ("input_ids", "chosen_input_ids") if name in (result.column_names or ())), None)
-    if is_streamed or column is None:
-        return result.filter(_is_full)
+def _packed(result: Any, tally: Tally, *, is_streamed: bool) -> tuple[int, int, Any]:
+    """Samples that were tokenized, those that went into a pack, and the packs alone."""
+    if is_streamed:
+        num_seen = num_kept = 0
+        for row in result:
+            num_seen, num_kept = num_seen + row[SEEN], num_kept + row[KEPT]
+            if num_seen >= NUM_STREAMED:
+                break
+    else:
+        tell_cost(tally, [])
+        num_seen, num_kept = tally.num_rows, sum(result[KEPT]) if KEPT in result.column_names else 0
+    columns = [name for name in (SEEN, KEPT) if is_streamed or name in result.column_names]
+    return num_seen, num_kept, result.remove_columns(columns)
+
+
+def _full(result: Any, tally: Tally, *, is_streamed: bool) -> tuple[int, int, Any]:
+    """Samples that were tokenized, those that have something to learn, and only these."""
+    if is_streamed:
+        first = [_is_full(row) for row in islice(iter(result), NUM_STREAMED)]
+        return len(first), sum(first), result.filter(_is_full)
+    column = next(name for name in ("input_ids", "chosen_input_ids") if name in result.column_names)
     chunks = result.data.column(column).chunks
     lengths = [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
-    _tell_cost(tally, lengths)
+    tell_cost(tally, lengths)
     full = [position for position, length in enumerate(lengths) if length]
-    num_empty = len(lengths) - len(full)
-    if not num_empty:
-        return result
-    session.say(f"{num_empty} samples are left out: their answer alone is longer than cutoff_len")
-    if num_empty > MANY_LOST * len(lengths):
-        session.say(f"{num_empty / len(lengths):.0%} of the data is lost. Raise cutoff_len")
-    return result.select(full)
+    return len(lengths), len(full), result if len(full) == len(lengths) else result.select(full)
 
 
 def _is_full(row: dict[str, Any]) -> bool:

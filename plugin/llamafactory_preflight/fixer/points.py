@@ -62,6 +62,8 @@ def converter(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def processor(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Instead of LLaMA-Factory's processor of a dataset."""
+    from llamafactory.data.processor import PackedSupervisedDatasetProcessor
+
     from llamafactory_preflight.fixer import choose, processors
     from llamafactory_preflight.fixer.template import OfficialTemplate
 
@@ -74,6 +76,8 @@ def processor(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
     made = original(**given)
     kind = {"rm": processors.OfficialPairs, "kto": processors.OfficialFeedback, "pt": processors.Documents}.get(stage)
+    if isinstance(made, PackedSupervisedDatasetProcessor):
+        kind = processors.OfficialPacks
     if kind is None:
         return made
     return kind(template=made.template, tokenizer=made.tokenizer, processor=made.processor, data_args=made.data_args)
@@ -98,10 +102,10 @@ def model(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         from llamafactory_preflight.fixer import saving
 
         given = _bound(original, args, kwargs)
-        changes = saving.fix_end_tokens(loaded, given["tokenizer"])
-        for change in changes:
-            session.say(change)
-        if changes and given["is_trainable"] and session.CURRENT.is_lora and not session.CURRENT.additional_target:
+        is_base = saving.is_base(loaded, given["tokenizer"])
+        if changes := saving.fix_end_tokens(loaded, given["tokenizer"]):
+            session.say("repaired: " + "; ".join(changes))
+        if is_base and given["is_trainable"] and session.CURRENT.is_lora and not session.CURRENT.additional_target:
             session.say(
                 "this is a base model, and its <|im_end|> was never trained: LoRA leaves it so, and the model may not "
                 "stop. Add `additional_target: embed_tokens,lm_head`"

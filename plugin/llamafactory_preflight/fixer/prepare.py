@@ -27,10 +27,12 @@ class Preparation:
     Attributes:
         template: The template for the stage; part of the fingerprint.
         splits: Whether conversations are taken apart.
+        is_feedback: Whether one of two answers is empty by design, as in KTO.
     """
 
     template: OfficialTemplate
     splits: bool
+    is_feedback: bool = False
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
         """One batch: no sample vanishes, a lost one stays as an empty conversation with its reason."""
@@ -49,7 +51,10 @@ class Preparation:
         reason = _lost(row, self.template)
         if reason:
             return [noted | {"_prompt": [], "_response": [], LOST: reason}]
-        noted[ODD] = _odd([*row["_prompt"], *row["_response"]])
+        answers = row["_response"]
+        if self.is_feedback:
+            answers = [message for message in answers if message["content"]] or answers
+        noted[ODD] = _odd([*row["_prompt"], *answers])
         if self.template.purpose != "train":
             return [noted]
         if not self.splits:
@@ -105,7 +110,7 @@ def _lost(row: Row, template: OfficialTemplate) -> str:
 
 def _odd(messages: list[Message]) -> str:
     """What is strange about a sample that is kept, as LLaMA-Factory keeps it."""
-    if any(not (message["content"] or "").strip() for message in messages[:-2]):
+    if any(not (message["content"] or "").strip() for message in messages):
         return "an empty turn"
     contents = (message["content"] or "" for message in messages if message["role"] in ANSWERS)
     return "a think tag that is never closed" if any(split_answer(text).is_unclosed for text in contents) else ""

@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from llamafactory.data.processor import FeedbackDatasetProcessor, PairwiseDatasetProcessor, PretrainDatasetProcessor
+from llamafactory.data.processor import (
+    FeedbackDatasetProcessor,
+    PackedSupervisedDatasetProcessor,
+    PairwiseDatasetProcessor,
+    PretrainDatasetProcessor,
+)
 
 from llamafactory_preflight.fixer.template import OfficialTemplate
 from llamafactory_preflight.templates.families import END_OF_TEXT
@@ -13,6 +18,37 @@ from llamafactory_preflight.templates.messages import Message
 
 
 IGNORE_INDEX = -100
+# Columns beside packed samples, in the first pack of each batch; nothing else comes back from a worker or a cache.
+SEEN, KEPT = "_num_seen", "_num_kept"
+
+
+@dataclass
+class OfficialPacks(PackedSupervisedDatasetProcessor):  # type: ignore[misc]
+    """Packing: a sample that does not fit is left out, and how many were is told.
+
+    Attributes:
+        num_kept: Samples of a batch that went into a pack.
+    """
+
+    template: OfficialTemplate
+    num_kept: int = 0
+
+    def preprocess_dataset(self, examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """LLaMA-Factory's own, with two columns more."""
+        self.num_kept = 0
+        packs: dict[str, list[Any]] = super().preprocess_dataset(examples)
+        zeros = [0] * (len(packs.get("input_ids", [])) - 1)
+        if packs.get("input_ids"):
+            packs[SEEN], packs[KEPT] = [len(examples["_prompt"]), *zeros], [self.num_kept, *zeros]
+        return packs
+
+    def _encode_data_example(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
+        ids, labels = super()._encode_data_example(*args, **kwargs)
+        self.num_kept += bool(ids)
+        if ids:
+            return ids, labels
+        too_long = [IGNORE_INDEX] * (self.data_args.cutoff_len + 1)  # so that LLaMA-Factory packs nothing for it
+        return too_long, too_long
 
 
 @dataclass

@@ -13,10 +13,12 @@ import jinja2
 
 from llamafactory_preflight.templates.families import IM_END, THINK_END, Family, Mode
 from llamafactory_preflight.templates.messages import BrokenSample, Message
+from llamafactory_preflight.templates.ollama import Texts
 
 
 # Stands in a text that only looks like a special token; no character, so no data has it.
 MARK = "\ufdd0"
+_SPELLED_MARK = ascii(MARK)[1:-1]  # in a list that a template prints as Python does
 _HEADER = "<|im_start|>assistant\n"
 _EARLIER = "\ufdd1"  # takes the place of an earlier answer
 _QUESTION: Message = {"role": "user", "content": "?"}
@@ -79,6 +81,9 @@ def chat_text(style: Style, messages: Sequence[Message], tools: Any, *, mode: Mo
         )
     except jinja2.TemplateError as error:
         raise BrokenSample(f"the chat template refuses it: {error}") from None
+    if _SPELLED_MARK in text:
+        for token in style.special_tokens:
+            text = text.replace(token[0] + _SPELLED_MARK + token[1:], token[0] + MARK + token[1:])
     return text
 
 
@@ -122,6 +127,18 @@ def _generation_prompt(style: Style, mode: Mode) -> str:
         )
         known = _GENERATION_PROMPTS[style, mode] = prompt.removeprefix(question)
     return known
+
+
+def system_texts(style: Style) -> Texts:
+    """What the template says before and after a list of tools, and what it says without being asked."""
+    start, tool = "<|im_start|>system\n", {_EARLIER: _EARLIER}
+    shown = chat_text(style, [_QUESTION], [tool], mode="think", is_prompt=False).removeprefix(start)
+    before, _, after = shown.partition("\n" + json.dumps(tool, ensure_ascii=False))
+    asked = chat_text(style, [_QUESTION], None, mode="think", is_prompt=False)
+    instruction = asked.removeprefix(start).partition(IM_END)[0] if asked.startswith(start) else ""
+    if instruction:
+        before = before.removeprefix(instruction + "\n\n")
+    return Texts(before_tools=before, after_tools=after.partition(IM_END)[0], instruction=instruction)
 
 
 def escape(text: str, special_tokens: Sequence[str]) -> str:

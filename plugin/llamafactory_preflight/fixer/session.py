@@ -6,7 +6,6 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments, handoff
@@ -26,9 +25,12 @@ class Session:
         is_lora: Whether adapters are trained.
         additional_target: Modules that are trained whole beside them.
         processor: The multimodal processor, or None.
+        tokenized_path: Where the tokenized dataset is, or will be.
+        is_bypassed: Whether data is trained that was tokenized without the fixer.
         num_tokens: Size of the vocabulary as it was published.
         record: What is known of the training: read from a side file, or made by this run.
         repairs: Whether our template is in use.
+        differences: What LLaMA-Factory's own template renders otherwise, one sentence each.
     """
 
     explicit: frozenset[str] = frozenset()
@@ -38,9 +40,12 @@ class Session:
     is_lora: bool = False
     additional_target: tuple[str, ...] = ()
     processor: Any = None
+    tokenized_path: str = ""
+    is_bypassed: bool = False
     num_tokens: int = 0
     record: Record | None = None
     repairs: bool = False
+    differences: tuple[str, ...] = ()
 
     def found_record(self) -> Record | None:
         """The record of the last adapter that has one, or of the model."""
@@ -55,6 +60,7 @@ SAID: list[str] = []
 def begin(given: Mapping[str, Any] | Sequence[str] | None, parsed: Sequence[Any]) -> None:
     """Remembers what LLaMA-Factory has parsed."""
     global CURRENT
+    SAID.clear()
     by_name = given if isinstance(given, Mapping) else arguments.read(list(given or sys.argv[1:]))
     explicit = set(by_name)
     if os.environ.get("LLAMABOARD_ENABLED", "0").lower() in ("true", "y", "1"):
@@ -71,14 +77,44 @@ def begin(given: Mapping[str, Any] | Sequence[str] | None, parsed: Sequence[Any]
     )
     CURRENT.record = CURRENT.found_record()
     data_args = next((part for part in parsed if hasattr(part, "tokenized_path")), None)
-    if data_args is not None and data_args.tokenized_path and Path(data_args.tokenized_path).is_dir():
-        say("tokenized_path is used as it is: what was tokenized before is neither looked at nor repaired")
+    CURRENT.tokenized_path = getattr(data_args, "tokenized_path", None) or ""
+    if CURRENT.tokenized_path and os.path.isdir(CURRENT.tokenized_path) and os.listdir(CURRENT.tokenized_path):
+        _use_tokenized(CURRENT.tokenized_path)
 
 
-def say(message: str) -> None:
-    """One line on standard error and one in LLaMA-Factory's log, which LLaMA-Board shows."""
+def _use_tokenized(folder: str) -> None:
+    found = record.read(folder)
+    if found is not None:
+        CURRENT.record = found
+        return
+    CURRENT.is_bypassed = True
+    say("tokenized_path is used as it is: what was tokenized without the fixer is neither looked at nor repaired")
+
+
+def say(message: str, *lines: str) -> None:
+    """Says something once a run in LLaMA-Factory's log, which LLaMA-Board shows.
+
+    The log goes to standard output. It is repeated on standard error only if that leads elsewhere.
+
+    Args:
+        message: One line.
+        lines: More of them, which are indented.
+    """
     from llamafactory.extras import logging
 
-    SAID.append(message)
-    handoff.warn_once(f"template: {message}")
-    logging.get_logger("llamafactory.data.template").warning_rank0(f"llamafactory-preflight: {message}")
+    text = "\n  ".join([message, *lines])
+    if text in SAID:
+        return
+    SAID.append(text)
+    logging.get_logger("llamafactory.data.template").warning_rank0(f"llamafactory-preflight: {text}")
+    if handoff.speaks() and not _is_one_place():
+        handoff.say(f"template: {text}")
+
+
+def _is_one_place() -> bool:
+    """Whether both streams lead to the same terminal, file or pipe; streams without a file, as in notebooks, do."""
+    try:
+        output, error = (os.fstat(stream.fileno()) for stream in (sys.stdout, sys.stderr))
+    except (OSError, ValueError, AttributeError):
+        return True
+    return os.path.samestat(output, error)

@@ -66,7 +66,7 @@ def show(arguments: dict[str, Any], *, num_samples: int) -> Shown:
         lengths=tuple(len(ids) for ids, _ in pairs),
         trained=tuple(sum(label >= 0 for label in labels) for _, labels in pairs),
         cutoff_len=data_args.cutoff_len,
-        findings=tuple(session.SAID),
+        findings=(*session.SAID, *(f"repaired: {difference}" for difference in session.CURRENT.differences)),
     )
 
 

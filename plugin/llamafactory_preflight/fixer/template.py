@@ -10,7 +10,8 @@ from typing import Any, Literal
 from llamafactory.data.template import Template
 
 from llamafactory_preflight.fixer.cut import Anchors, cut_prompt
-from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts
+from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts, system_texts
+from llamafactory_preflight.fixer.rules import rules
 from llamafactory_preflight.settings import EmptyThink, Turns
 from llamafactory_preflight.templates.families import Family, Mode
 from llamafactory_preflight.templates.messages import ANSWERS, Message, num_queries, to_official, to_tools
@@ -23,10 +24,6 @@ from llamafactory_preflight.templates.thinking import (
     training_mode,
 )
 
-
-# What a rendering depends on besides the fields below. Raise it with every change of what is rendered: it is part of
-# the template, and so of the fingerprint under which `datasets` keeps what was tokenized.
-RULES = 1
 
 Pair = tuple[list[int], list[int]]
 
@@ -42,7 +39,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
         turns: What of a conversation becomes a sample.
         cutoff_len: Most tokens of a sample, or None for a prompt that must stay whole.
         purpose: `train` looks at the answer to choose its mode, `predict` does not.
-        rules: Version of the rendering.
+        rules: Hash of the code that renders; see `fixer.rules`.
     """
 
     style: Style
@@ -51,7 +48,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
     turns: Turns
     cutoff_len: int | None
     purpose: Literal["train", "predict"]
-    rules: int
+    rules: str
 
     def encode_oneturn(
         self, tokenizer: Any, messages: list[Message], system: str | None = None, tools: str | None = None
@@ -121,7 +118,7 @@ class OfficialTemplate(Template):  # type: ignore[misc]
     def get_ollama_modelfile(self, tokenizer: Any) -> str:
         """With thinking and tools where the template can be written in Go; else LLaMA-Factory's."""
         stops = tokenizer.convert_ids_to_tokens(self.get_stop_token_ids(tokenizer))
-        made = modelfile(self.style.family, mode=self.default_mode, stops=stops)
+        made = modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
         return made or str(super().get_ollama_modelfile(tokenizer))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
@@ -216,7 +213,7 @@ class _Conversation:
 def make(base: Template, **ours: Any) -> OfficialTemplate:
     """A template with the fields of LLaMA-Factory's and ours; `base` is left alone."""
     fields = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
-    return OfficialTemplate(**fields, rules=RULES, **ours)
+    return OfficialTemplate(**fields, rules=rules(), **ours)
 
 
 def special_tokens(tokenizer: Any) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes
@@ -122,6 +123,41 @@ def repeat(ops: Ops, x: Tensor, call: AttentionCall) -> Tensor:
     out = Tensor(call.query_size, x.dtype, x.storage) if single else ops.empty(call.query_size, x.dtype)
     size = x.nbytes
     return ops.link(out, (x,), (), lambda grad, saved: (ops.storage(size),))
+
+
+def rotate(ops: Ops, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """apply_rotary_pos_emb: x * cos + rotate_half(x) * sin."""
+    direct = ops.mul_constant(x, cos)
+    negated = ops.empty(x.numel // 2, x.dtype)
+    half = ops.empty(x.numel, x.dtype)
+    del negated
+    size = x.nbytes
+    half = ops.link(half, (x,), (), lambda grad, saved: (ops.storage(size),))
+    turned = ops.mul_constant(half, sin)
+    del half
+    return ops.add(direct, turned)
+
+
+def split(ops: Ops, x: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """torch.split or unbind into views of these relative sizes: their gradients wait for each other and are joined."""
+    whole, unit = x.nbytes, x.numel // sum(sizes)
+    arrived: list[Storage] = []
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        arrived.append(grad)
+        if len(arrived) < len(sizes):
+            return (None,)
+        joined = ops.storage(whole)
+        arrived.clear()
+        return (joined,)
+
+    return [ops.link(Tensor(unit * size, x.dtype, x.storage), (x,), (), backward) for size in sizes]
+
+
+def join(ops: Ops, parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat: the gradients are views of the whole one."""
+    out = ops.empty(sum(part.numel for part in parts), parts[0].dtype)
+    return ops.link(out, tuple(parts), (), lambda grad, saved: (grad,) * len(parts))
 
 
 def matmul(ops: Ops, a: Tensor, b: Tensor, numel: int) -> Tensor:

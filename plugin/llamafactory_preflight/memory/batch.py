@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from llamafactory_preflight.images import Images, blank
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.vision_shape import VisionShape
 
 
 PAD_MULTIPLE = 8
 """LLaMA-Factory's collators pad to it in training."""
+ID_ROWS = 4
+"""Input ids, labels, shifted labels and attention mask, 64 bit each."""
+POSITION_ROWS = 4
+"""What LLaMA-Factory's collator makes for models with rotary positions in text, time, height and width."""
 PAIRED_STAGES = ("rm", "dpo")
 
 
@@ -21,6 +26,8 @@ class Batch:
         mask: `none`, `boolean` (made by transformers from a padded batch) or `additive` (made by LLaMA-Factory's neat
             packing, or by transformers for eager attention).
         positions: Position ids come with every sequence instead of once.
+        id_rows: Numbers of 64 bit that come with every token.
+        images: Patches of each of its images; LLaMA-Factory's blank one where no sample has any.
         prefetched: Micro-batches on the card at once: the Trainer fetches those of a whole step to count their tokens.
     """
 
@@ -28,6 +35,8 @@ class Batch:
     length: int
     mask: str
     positions: bool
+    id_rows: int = ID_ROWS
+    images: tuple[int, ...] = ()
     prefetched: int = 1
 
     @property
@@ -41,23 +50,32 @@ def attention_kernel(run: RunDescription) -> str:
     return {"disabled": "eager", "fa2": "fa2"}.get(run.flash_attn, "sdpa")
 
 
-def training_batch(run: RunDescription, vision: VisionShape | None = None, length: int | None = None) -> Batch:
+def training_batch(
+    run: RunDescription, vision: VisionShape | None = None, length: int | None = None, images: Images | None = None
+) -> Batch:
     """The batch of one micro-step at the cutoff, or at a given longest sample."""
-    return _batch(run, run.per_device_train_batch_size, vision, length, prefetched=run.gradient_accumulation_steps)
+    count = run.gradient_accumulation_steps
+    return _batch(run, run.per_device_train_batch_size, vision, length, images, prefetched=count)
 
 
-def evaluation_batch(run: RunDescription, vision: VisionShape | None = None) -> Batch:
+def evaluation_batch(run: RunDescription, vision: VisionShape | None = None, images: Images | None = None) -> Batch:
     """The batch of one evaluation step: its size is an argument of its own, 8 by default."""
-    return _batch(run, run.per_device_eval_batch_size, vision, None, prefetched=1)
+    return _batch(run, run.per_device_eval_batch_size, vision, None, images, prefetched=1)
 
 
-def adds_dummy_image(run: RunDescription, vision: VisionShape | None) -> bool:
+def adds_dummy_image(run: RunDescription, vision: VisionShape | None, images: Images | None = None) -> bool:
     """Whether LLaMA-Factory's collator puts a blank image behind the first sample of a batch that has no images."""
-    return vision is not None and run.template in vision.templates and run.stage != "pt"
+    return images is None and vision is not None and run.template in vision.templates and run.stage != "pt"
 
 
 def _batch(
-    run: RunDescription, samples: int, vision: VisionShape | None, length: int | None, *, prefetched: int
+    run: RunDescription,
+    samples: int,
+    vision: VisionShape | None,
+    length: int | None,
+    images: Images | None,
+    *,
+    prefetched: int,
 ) -> Batch:
     """A batch as LLaMA-Factory collates it.
 
@@ -66,7 +84,7 @@ def _batch(
     """
     packed = run.neat_packing or bool(run.packing)
     tokens = run.cutoff_len if length is None or packed else length
-    dummy = adds_dummy_image(run, vision)
+    dummy = adds_dummy_image(run, vision, images)
     longest = tokens + vision.dummy_tokens if dummy and vision is not None else tokens
     padded = longest if run.stage == "pt" else -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE
     kernel = attention_kernel(run)
@@ -80,5 +98,7 @@ def _batch(
         length=padded,
         mask=mask,
         positions=(packed and run.stage != "pt") or vision is not None,
+        id_rows=ID_ROWS + (POSITION_ROWS if vision is not None and vision.tower is not None else 0),
+        images=images.patches * samples if images is not None else blank(vision) if dummy and vision else (),
         prefetched=prefetched,
     )

@@ -9,6 +9,7 @@ from llamafactory_preflight.memory import build_experts, dtypes, parameters, sta
 from llamafactory_preflight.memory.adapters import Linear, Lora, Oft, Quantization
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch, attention_kernel
+from llamafactory_preflight.memory.checkpointing import checkpointing_kind, hooks_inputs
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
 from llamafactory_preflight.memory.ops import Ops, Weight
@@ -17,13 +18,12 @@ from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.sharding import ENDS, Gradients
 from llamafactory_preflight.memory.step import Model, Segment
+from llamafactory_preflight.memory.tower import Tower, frozen_tower
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 
 ADAPTERS = ("lora", "oft")
-ID_TENSORS = 4
-"""Input ids, labels, shifted labels and attention mask, 64 bit each."""
 
 
 class Builder:
@@ -68,9 +68,8 @@ class Builder:
         ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
         liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
-        return self._model(
-            self._segments(inputs, batch), ends, kind=checkpointing_kind(self.run), liger_loss=liger_loss
-        )
+        kind = checkpointing_kind(self.run)
+        return self._model(self._segments(inputs, batch), batch, ends, kind=kind, liger_loss=liger_loss)
 
     def reference_model(self, batch: Batch) -> Model:
         """The model that preferences are measured against: the base without its adapters, or a second copy."""
@@ -78,7 +77,7 @@ class Builder:
         builder.targets, builder.every_norm = {}, False
         inputs = builder._inputs(batch, hidden=self.precision.loaded)
         segment = builder._segment(inputs, self.shape.num_layers, trained=False)
-        return builder._model([segment], (False,) * 3, kind="off", liger_loss=False)
+        return builder._model([segment], batch, (False,) * 3, kind="off", liger_loss=False)
 
     def value_head(self) -> Weight:
         """The reward model's head: one float32 row."""
@@ -140,23 +139,34 @@ class Builder:
             gradient_bytes=gradients,
         )
 
-    def _model(self, segments: list[Segment], ends: tuple[bool, ...], *, kind: str, liger_loss: bool) -> Model:
+    def _model(
+        self, segments: list[Segment], batch: Batch, ends: tuple[bool, ...], *, kind: str, liger_loss: bool
+    ) -> Model:
         size = parameters.embedding_numel(self.shape)
         embedding = self.weight("embed_tokens", size, trained=ends[0], width=self.shape.hidden_size)
         tied = self.shape.tie_word_embeddings and not self.run.additional_target
+        hooked = bool(self.targets) and hooks_inputs(self.run, self.shape)
         return Model(
             embedding=embedding,
             final_norm=self._norm("norm", self.shape.hidden_size, trained=ends[1]),
             head=embedding if tied else self.weight("lm_head", size, trained=ends[2], width=self.shape.hidden_size),
             segments=segments,
             checkpointing=kind,
-            input_requires_grad=bool(self.targets) and kind != "off",
+            input_requires_grad=hooked,
             liger_loss=liger_loss,
             masked_loss=self.shape.family.masked_loss,
             converts_outputs=self.precision.autocast is not None,
             noise=bool(self.run.neftune_noise_alpha),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
+            tower=self._tower(batch, hooked=hooked),
         )
+
+    def _tower(self, batch: Batch, *, hooked: bool) -> Tower | None:
+        shape = self.shape.vision.tower if self.shape.vision is not None else None
+        if shape is None or not batch.images:
+            return None
+        kind, kernels = self._quantization(), self.kernels
+        return frozen_tower(self.ops, shape, batch, kernels, dtype=self.precision.loaded, kind=kind, hooked=hooked)
 
     def _mask_kind(self, batch: Batch) -> str:
         """A sequence longer than the window gets a mask in the layers that have one."""
@@ -187,7 +197,7 @@ class Builder:
             sin=ops.empty(angles, hidden),
             mask=ops.empty(*mask) if mask is not None else None,
             waiting_masks=ops.empty(waiting, self.precision.compute),
-            ids=ops.empty(ID_TENSORS * batch.tokens * batch.prefetched, INT64),
+            ids=ops.empty(batch.id_rows * batch.tokens * batch.prefetched, INT64),
         )
 
     def leaf(self, name: str = "") -> Leaf:
@@ -261,15 +271,3 @@ class Builder:
         b = self._adapter(f"{name}.b", rank * linear.out_features, width=rank)
         magnitude = self._adapter(f"{name}.m", linear.out_features) if self.run.use_dora else None
         return Lora(a=a, b=b, dropout=self.run.lora_dropout, magnitude=magnitude)
-
-
-def checkpointing_kind(run: RunDescription) -> str:
-    """Which checkpointing really runs.
-
-    `gradient_checkpointing: true` makes the Trainer enable it once more, whatever LLaMA-Factory's own switches say.
-    """
-    if run.disable_gradient_checkpointing and not run.gradient_checkpointing:
-        return "off"
-    if run.use_unsloth_gc and not run.disable_gradient_checkpointing:
-        return "host"
-    return "reentrant" if run.use_reentrant_gc or run.gradient_checkpointing else "non_reentrant"

@@ -7,6 +7,9 @@ from collections.abc import Callable
 
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Node, Storage, Tensor, run_backward
+from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
 
 
 Layer = Callable[[Ops, Tensor], Tensor]
@@ -91,3 +94,20 @@ def non_reentrant(ops: Ops, layer: Layer, x: Tensor) -> Tensor:
         return layer(ops, x)
     finally:
         ops.saved_hook = outer
+
+
+def checkpointing_kind(run: RunDescription) -> str:
+    """Which checkpointing really runs.
+
+    `gradient_checkpointing: true` makes the Trainer enable it once more, whatever LLaMA-Factory's own switches say.
+    """
+    if run.disable_gradient_checkpointing and not run.gradient_checkpointing:
+        return "off"
+    if run.use_unsloth_gc and not run.disable_gradient_checkpointing:
+        return "host"
+    return "reentrant" if run.use_reentrant_gc or run.gradient_checkpointing else "non_reentrant"
+
+
+def hooks_inputs(run: RunDescription, shape: ModelShape) -> bool:
+    """Whether adapters make inputs require a gradient: PEFT leaves that out for quantized models."""
+    return checkpointing_kind(run) != "off" and quantization(run, shape) is None

@@ -85,25 +85,14 @@ class DecoderLayer:
         k = self._projected(ops, hidden, "k_proj", "k_norm")
         v = self.linears["v_proj"](ops, hidden)
         if not self.kernels.liger:  # liger rotates in place, forward and backward
-            q, k = self._rotate(ops, q), self._rotate(ops, k)
+            cos, sin = self.inputs.cos, self.inputs.sin
+            q, k = attention.rotate(ops, q, cos, sin), attention.rotate(ops, k, cos, sin)
         out = self._attend(ops, q, k, v)
         return self.linears["o_proj"](ops, out)
 
     def _projected(self, ops: Ops, hidden: Tensor, linear: str, norm: str) -> Tensor:
         x = self.linears[linear](ops, hidden)
         return self.norm(ops, x, norm) if norm in self.norms else x
-
-    def _rotate(self, ops: Ops, x: Tensor) -> Tensor:
-        """apply_rotary_pos_emb: x * cos + rotate_half(x) * sin."""
-        direct = ops.mul_constant(x, self.inputs.cos)
-        negated = ops.empty(x.numel // 2, x.dtype)
-        half = ops.empty(x.numel, x.dtype)
-        del negated
-        size = x.nbytes
-        half = ops.link(half, (x,), (), lambda grad, saved: (ops.storage(size),))
-        turned = ops.mul_constant(half, self.inputs.sin)
-        del half
-        return ops.add(direct, turned)
 
     def _attend(self, ops: Ops, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         mask, call = self.inputs.mask, self.inputs.call

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import sharded
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.estimator import Estimator, evaluates
@@ -24,6 +27,7 @@ def estimate(
     card: Card | None = None,
     length: int | None = None,
     ranks: Ranks | None = None,
+    images: Images | None = None,
 ) -> MemoryEstimate:
     """Predicts the fullest GPU's memory for a run, and main memory for all its processes here.
 
@@ -34,13 +38,18 @@ def estimate(
         card: The card; by default an Ampere one with expandable segments.
         length: Tokens of the longest sample, if it is known to be shorter than the cutoff.
         ranks: How many processes train together; by default one.
+        images: The images of a sample, or None for text.
 
     Raises:
         Unmodelled: The run takes a path that no formula here covers.
     """
-    refuse(run, shape, software)
+    refuse(run, shape, software, images)
     shape = shape.under(software)
     card, ranks = card or Card(), ranks or Ranks()
     if run.deepspeed is not None:
         return sharded.estimate(run, shape, software, card, length, ranks)
-    return Estimator(run, shape, software, card, length, ranks).result()
+    found = Estimator(run, shape, software, card, length, ranks, images).result()
+    if images is None or images.exact:
+        return found
+    least = Estimator(run, shape, software, card, length, ranks).result()
+    return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import dtypes, inference, optimizers, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
@@ -30,6 +31,7 @@ class Estimator:
         card: The card.
         length: Tokens of the longest sample, if known.
         ranks: How many processes train together.
+        images: The images of a sample, or None for text.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class Estimator:
         card: Card,
         length: int | None,
         ranks: Ranks,
+        images: Images | None = None,
     ) -> None:
         self.run, self.shape, self.software, self.card, self.ranks = run, shape, software, card, ranks
-        self.batch = training_batch(run, shape.vision, length)
+        self.images = images
+        self.batch = training_batch(run, shape.vision, length, images)
         self.precision = precision(run, shape)
         self.block = Ledger(expandable_segments=card.expandable_segments).block
         self.groups = statics.trainable_groups(run, shape)
@@ -122,7 +126,7 @@ class Estimator:
             return 0
         ledger, held = self.ledger(gradients=False)
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        batch = evaluation_batch(self.run, self.shape.vision)
+        batch = evaluation_batch(self.run, self.shape.vision, self.images)
         builder = Builder(self.run, self.shape, ops, fresh_gradients=True)
         with ops.no_grad():
             if self.run.predict_with_generate:
@@ -195,7 +199,7 @@ class Estimator:
             nccl=NCCL_BYTES if self.ranks.world > 1 and not self.run.use_cpu else 0,
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
             remarks=(
-                *remarks(self.run, self.shape, self.batch),
+                *remarks(self.run, self.shape, self.batch, self.images),
                 *by_size(self.run, self.shape),
                 *host_remarks(self.run),
             ),

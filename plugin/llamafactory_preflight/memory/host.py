@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory.build import ADAPTERS, checkpointing_kind
+from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.checkpointing import checkpointing_kind
 from llamafactory_preflight.memory.offload import HostMemory, zero2_host, zero3_host
 from llamafactory_preflight.memory.optimizers import BITSANDBYTES
 from llamafactory_preflight.memory.sharding import Parameter, Ranks

@@ -65,7 +65,7 @@ def inference_estimate(
     weights = _weights(run, shape, item, ledger)
     keeps = quantization(run, shape) is not None and bool(run.adapter_name_or_path)
     adapters = statics.total(statics.adapter_groups(run, shape)) * dtypes.size(FLOAT32) if _adapts(run) else 0
-    batch = training_batch(run, shape.vision)
+    batch = replace(training_batch(run, shape.vision), images=())
     merge = {"weights": weights, "adapters": adapters, "buffers": 0 if keeps else _merge_bytes(shape, adapters)}
     if run.export_dir is not None:
         return _export(run, merge, tokens=batch.tokens, weights=weights)

@@ -1,4 +1,4 @@
-"""RMSNorm on paper: transformers' elementary operations, Gemma's, liger's fused kernel; liger's gated activation."""
+"""Norms on paper: RMSNorm in elementary operations, Gemma's, liger's; LayerNorm; liger's gated activation."""
 
 from __future__ import annotations
 
@@ -73,6 +73,15 @@ def mul_weight(ops: Ops, x: Tensor, weight: Weight) -> Tensor:
         return (dx, ops.storage(dw, "gradients"))
 
     return ops.link(out, (x, weight), saved, backward)
+
+
+def layer_norm(ops: Ops, x: Tensor, weight: Weight, *, liger: bool) -> Tensor:
+    """F.layer_norm with frozen weights: autocast has it compute, and answer, in float32, which liger's does not."""
+    x = x if liger or ops.autocast_cache is None else ops.cast(x, FLOAT32)
+    out = ops.empty(x.numel, x.dtype)
+    statistics = ops.storage(2 * (x.numel // weight.numel) * dtypes.size(FLOAT32))
+    size = x.nbytes
+    return ops.link(out, (x,), (x.storage, weight.storage, statistics), lambda grad, saved: (ops.storage(size),))
 
 
 def liger_rms_norm(ops: Ops, x: Tensor, weight: Weight, *, in_place: bool = True) -> Tensor:

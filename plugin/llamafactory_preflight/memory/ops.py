@@ -232,6 +232,15 @@ class Ops:
         size = x.nbytes
         return self.link(out, (x,), (x.storage,), lambda grad, saved: (self.storage(size),))
 
+    def quick_gelu(self, x: Tensor) -> Tensor:
+        """X * sigmoid(1.702 * x), in elementary operations."""
+        scaled = self.scale(x)
+        gate = self.empty(x.numel, x.dtype)
+        size = x.nbytes
+        gate = self.link(gate, (scaled,), (gate.storage,), lambda grad, saved: (self.storage(size),))
+        del scaled
+        return self.mul(x, gate)
+
     def dropout(self, x: Tensor, probability: float) -> Tensor:
         """torch.native_dropout: saves a mask of one byte an element."""
         if probability == 0.0:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
@@ -23,7 +24,7 @@ OTHER_CODE = (
 """Settings that put a run on code that no formula here follows."""
 
 
-def refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
+def refuse(run: RunDescription, shape: ModelShape, software: Software, images: Images | None = None) -> None:
     """Raises for the first path without a formula.
 
     Raises:
@@ -31,6 +32,9 @@ def refuse(run: RunDescription, shape: ModelShape, software: Software) -> None:
     """
     for reason in reasons(run, shape, software):
         raise Unmodelled(reason)
+    if images is not None:
+        for reason in _with_images(run, shape, software):
+            raise Unmodelled(reason)
 
 
 def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:
@@ -103,3 +107,18 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "A vision model under DeepSpeed has no formula yet"
     if plan.stage == 3 and (shape.moe is not None or quantization(run, shape) is not None):
         yield "Experts or quantized weights under ZeRO-3 have no formula yet"
+
+
+def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:
+    if not software.at_least("transformers", 5):
+        yield "Images under transformers 4 have no formula yet"
+    if shape.vision is None or shape.vision.tower is None:
+        yield f"What images take in {shape.model_type} has no formula yet"
+    if run.stage != "sft":
+        yield f"Images in stage `{run.stage}` have no formula yet"
+    if run.packing:
+        yield "Packed samples with images have no formula yet"
+    if run.predict_with_generate:
+        yield "Answers to images have no formula yet"
+    if run.gradient_checkpointing and run.disable_gradient_checkpointing:
+        yield "What the Trainer's own gradient checkpointing does in a vision tower has no formula yet"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import checkpointing, loss
+from llamafactory_preflight.memory import checkpointing, loss, tower
 from llamafactory_preflight.memory.decoder import DecoderLayer
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.growth import Growth
@@ -44,13 +44,14 @@ class Model:
         head: The output embedding; the input embedding itself where they are tied.
         segments: The layers, from first to last.
         checkpointing: `reentrant`, `non_reentrant`, `host` (use_unsloth_gc) or `off`.
-        input_requires_grad: Whether the embedding's output is made to require a gradient (PEFT with checkpointing).
+        input_requires_grad: Whether the embedding's output is made to require a gradient (by PEFT with checkpointing).
         liger_loss: Whether liger's fused loss takes the place of head and loss in training.
         masked_loss: Whether the model turns its logits to float32 for a loss that copies those that are not padding
             (Gemma 3 with its vision tower).
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
         noise: Whether NEFTune adds noise to the embeddings.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
+        tower: The vision tower with the batch's images, or None where there are none.
     """
 
     embedding: Weight
@@ -64,6 +65,7 @@ class Model:
     converts_outputs: bool
     noise: bool
     upcasts_logits: bool
+    tower: tower.Tower | None
 
 
 def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
@@ -128,17 +130,31 @@ def backward(ops: Ops, result: Tensor) -> None:
 
 
 def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
-    """Embedding, layers and final norm."""
+    """Embedding, images, layers and final norm."""
     x = ops.embedding(rows, model.embedding)
     if model.input_requires_grad and x.node is None and ops.grad_enabled:
         x.node = Leaf(keeps=x.storage)
     if model.noise and ops.grad_enabled:
         x = ops.clone(x)
+    features, stacked = None, list[Tensor]()
+    if model.tower is not None:
+        features = model.tower(ops)
+        stacked += features.stacked
+        x = tower.place(ops, x, features.tokens)
+    start, held = [x], list[Storage]()  # by the model's forward, as the features are, until it returns
     for segment in model.segments:
         block = _Block(ops, model.checkpointing, segment)
         x = _run(ops, model.checkpointing, segment, x)
+        before = ops.ledger.live
+        start.clear()
+        released = before - ops.ledger.live  # no part of what a layer leaves
         x = block.repeat(x)
-    return segment.layer.norm_with(ops, x, model.final_norm)
+        held.append(ops.storage(released))
+        while stacked:
+            x = tower.stack(ops, x, stacked.pop(0))
+    x = segment.layer.norm_with(ops, x, model.final_norm)
+    del held, features
+    return x
 
 
 def _run(ops: Ops, kind: str, segment: Segment, x: Tensor) -> Tensor:

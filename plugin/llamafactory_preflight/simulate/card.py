@@ -8,12 +8,16 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch.utils._pytree import tree_map
+
+from llamafactory_preflight.simulate import values
 
 
 CARD = torch.device("cuda:0")
 _META = torch.device("meta")
 MULTIPROCESSORS = 132  # an H100's; only Liger's RMSNorm has a scratch row for each, a few hundred kilobytes in all
+_EMPTY = torch.ops.aten.empty.memory_format
 _ONE = {True: 1.0, False: 1}
 _make_subclass = torch.Tensor._make_subclass
 
@@ -31,7 +35,8 @@ class CardMode(FakeTensorMode):
     gets allocated, reads `cuda`. Two things follow. Autograd's own factory calls ask for `meta` and mean the card; and
     `.to("cuda")` of a tensor that is there already reaches us, where PyTorch would have returned the tensor itself.
 
-    A value that is read back, such as a count of labels, is 1; no two tensors are equal.
+    A value that is read back, such as a count of labels, is 1, unless it follows from tensors whose values were given
+    (`values.with_value`); no two tensors are equal.
     """
 
     def __init__(self) -> None:
@@ -51,8 +56,9 @@ class CardMode(FakeTensorMode):
         return self  # PEFT copies modules, whose fake tensors point here
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known = values.computed(func, args, kwargs) if values.are_given(func, args, kwargs or {}) else None
         if func is torch.ops.aten._local_scalar_dense.default:
-            return _ONE[args[0].dtype.is_floating_point]
+            return _ONE[args[0].dtype.is_floating_point] if known is None else known
         if func is torch.ops.aten.equal.default:
             return False
         kwargs = dict(kwargs or {})
@@ -61,7 +67,18 @@ class CardMode(FakeTensorMode):
             kwargs["device"] = CARD
         if func is torch.ops.aten._to_copy.default and device is not None and _is_already(args[0], kwargs):
             func, kwargs = torch.ops.aten.alias.default, {}
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        try:
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+        except DynamicOutputShapeException:
+            if known is None:
+                raise
+            result = tree_map(self._empty, known)
+        return result if known is None else values.carried(known, result)
+
+    def _empty(self, value: torch.Tensor) -> Any:
+        """A fake tensor as large as a value turned out to be."""
+        options = {"dtype": value.dtype, "device": CARD}
+        return super().__torch_dispatch__(_EMPTY, (), (list(value.shape),), options)
 
 
 def spelled_out(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

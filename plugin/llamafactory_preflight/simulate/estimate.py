@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from llamafactory_preflight.errors import Unmodelled, words
+from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.card import Card
 from llamafactory_preflight.memory.host import host_bytes, host_remarks
@@ -40,6 +41,7 @@ def estimate(
     software: Software,
     card: Card | None = None,
     length: int | None = None,
+    images: Images | None = None,
 ) -> MemoryEstimate:
     """Simulates a run on a card that exists on paper only.
 
@@ -49,11 +51,12 @@ def estimate(
         software: Installed versions; the simulation runs these packages.
         card: The card; by default an Ampere one with expandable segments.
         length: Tokens of the longest sample, if it is known to be shorter than the cutoff.
+        images: The images of a sample, or None for text.
 
     Raises:
         Unmodelled: The run takes a path that the simulated loop does not follow, or a package is missing.
     """
-    _refuse_other_loops(run, config)
+    _refuse_other_loops(run, config, images)
     missing = [name for name in NEEDED if getattr(software, name) is None]
     if missing:
         raise Unmodelled(f"A simulation runs the real packages, and these are not installed: {', '.join(missing)}")
@@ -67,9 +70,17 @@ def estimate(
     card = card or Card()
     with _quiet(), _anything_else_is_unknown():
         full = shallow.read(config)
-        depths = shallow.choose(full, run)
+        patches = images.patches if images is not None else ()
+        depths = shallow.choose(full, run, stacked=shallow.stacked_layers(full) if patches else 0)
         small, large = (
-            trace(run, shallow.with_depth(full, depth), card=card, front=depths.front, back=depths.back).peaks()
+            trace(
+                run,
+                shallow.with_depth(full, depth),
+                card=card,
+                front=depths.front,
+                back=depths.back,
+                patches=patches,
+            ).peaks()
             for depth in (depths.small, depths.large)
         )
     stretches = shallow.extrapolate(small, large, depths)
@@ -85,7 +96,7 @@ def estimate(
         card=card,
         host=_host_bytes(run, full, stretches, item=loaded_type(full).itemsize, tokens=tokens, peak=peak.num_bytes),
         tokens=tokens * run.gradient_accumulation_steps,
-        remarks=(f"{depth}; the peak is in {fullest[name]}.", *_remarks(config), *host_remarks(run)),
+        remarks=(f"{depth}; the peak is in {fullest[name]}.", *_remarks(config, images), *host_remarks(run)),
     )
 
 
@@ -107,8 +118,10 @@ def _host_bytes(
     )
 
 
-def _remarks(config: Mapping[str, Any]) -> Iterator[str]:
-    if "vision_config" in config:
+def _remarks(config: Mapping[str, Any], images: Images | None) -> Iterator[str]:
+    if images is not None:
+        yield images.reason
+    elif "vision_config" in config:
         yield "This is for text alone: images add their tokens and the vision tower's activations."
 
 
@@ -117,7 +130,9 @@ def _fullest(stretches: Mapping[str, Peak], phase: str) -> str:
     return max(names, key=lambda name: stretches[name].num_bytes, default="")
 
 
-def _refuse_other_loops(run: RunDescription, config: Mapping[str, Any]) -> None:
+def _refuse_other_loops(run: RunDescription, config: Mapping[str, Any], images: Images | None) -> None:
+    if images is not None and run.packing:
+        raise Unmodelled("The simulation does not follow packed samples with images")
     if run.stage not in ("pt", "sft"):
         raise Unmodelled(f"The simulation does not follow the loop of stage `{run.stage}`")
     for name in (*(name for name in NOT_FOLLOWED if getattr(run, name)), *run.unmodelled):

@@ -14,7 +14,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from llamafactory_preflight.simulate import values
 from llamafactory_preflight.simulate.autocast import CudaAutocast
 
 
@@ -115,12 +117,61 @@ def _held_by_engine_only(tensor: torch.Tensor) -> bool:
     return tensor._use_count() <= 4 and holders == 1  # type: ignore[attr-defined]
 
 
+def index(tensor: torch.Tensor, indices: list[torch.Tensor | None]) -> Any:
+    """Indexing by a mask, whose value must be known: it is turned into the numbers of its rows first."""
+    return aten.index.Tensor(tensor, _numbers(indices)) if _has_mask(indices) else NotImplemented
+
+
+def index_put(
+    tensor: torch.Tensor, indices: list[torch.Tensor | None], source: torch.Tensor, *options: bool, **kwargs: Any
+) -> Any:
+    """As `index`, for the operator that writes."""
+    if not _has_mask(indices):
+        return NotImplemented
+    return aten._index_put_impl_.default(tensor, _numbers(indices), source, *options, **kwargs)
+
+
+def _has_mask(indices: list[torch.Tensor | None]) -> bool:
+    return any(each is not None and each.dtype == torch.bool for each in indices)
+
+
+def _numbers(indices: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """`expandTensors`: a contiguous copy of a mask if need be, and a column of `nonzero` for each dimension."""
+    numbers: list[torch.Tensor | None] = []
+    for each in indices:
+        if each is None or each.dtype != torch.bool:
+            numbers.append(each)
+            continue
+        mask = each.contiguous()
+        numbers += aten.nonzero.default(mask).unbind(1)
+        del mask
+    return numbers
+
+
+def masked_select(tensor: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """`masked_select_cuda` indexes by the mask."""
+    selected: torch.Tensor = aten.index.Tensor(tensor, _numbers([mask]))
+    return selected
+
+
+def masked_scatter(tensor: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """A copy, and for the time of the kernel a contiguous mask and its running sum in 64 bit."""
+    out = tensor.clone(memory_format=torch.contiguous_format)
+    scratch = (torch.empty(out.shape, dtype=torch.int64, device=out.device), mask.expand(out.shape).contiguous())
+    del scratch
+    return out
+
+
 def replacements() -> Mapping[Any, Any]:
     """Operator to replacement, for the libraries that are installed."""
     table: dict[Any, Any] = {
         aten._scaled_dot_product_flash_attention_backward.default: flash_attention_backward,
         aten._softmax_backward_data.default: softmax_backward,
         aten.add.Tensor: sum_of_gradients,
+        aten.index.Tensor: index,
+        aten._index_put_impl_.default: index_put,
+        aten.masked_select.default: masked_select,
+        aten.masked_scatter.default: masked_scatter,
     }
     if hasattr(aten.addmm, "dtype_out"):
         table[aten.addmm.dtype_out] = addmm_to_float32
@@ -209,6 +260,7 @@ def cuda_kernels(autocast: CudaAutocast, *, padded: bool) -> Iterator[None]:
             (torch.nn.functional, "dropout", _dropout_on_cuda),
             (torch, "clear_autocast_cache", autocast.clear_cache),
             (masking_utils, "_ignore_causal_mask_sdpa", ignore_mask),
+            (FakeTensor, "tolist", values.as_list),
         ):
             stack.enter_context(mock.patch.object(target, name, value))
         yield

@@ -14,6 +14,7 @@ from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.arguments import model_arguments
 from llamafactory_preflight.simulate.card import CARD
+from llamafactory_preflight.simulate.model import auto_class
 
 
 AUTOTUNE_BUFFER = 256 * 1024**2  # bytes (`get_empty_cache_for_benchmark` of Triton's NVIDIA driver)
@@ -39,9 +40,8 @@ def applied_without_launches(run: RunDescription, config: Any) -> Iterator[None]
     except ImportError as error:
         raise Unmodelled(f"liger-kernel can only be simulated where it and triton are installed: {error}") from None
     from llamafactory.model.model_utils.liger_kernel import apply_liger_kernel
-    from transformers import AutoModelForCausalLM
 
-    modeling = sys.modules[AutoModelForCausalLM._model_mapping[type(config)].__module__]
+    modeling = sys.modules[auto_class(config)._model_mapping[type(config)].__module__]
     functional = torch.nn.functional
     classes = {value: value.__dict__.get("forward") for value in vars(modeling).values() if isinstance(value, type)}
     names, cross_entropy = dict(vars(modeling)), functional.cross_entropy

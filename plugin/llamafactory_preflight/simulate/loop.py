@@ -13,6 +13,7 @@ from torch import nn
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate.arguments import compute_dtype
 from llamafactory_preflight.simulate.card import CARD
+from llamafactory_preflight.simulate.pictures import Pictures
 from llamafactory_preflight.simulate.storage import StorageTracker
 
 
@@ -34,8 +35,8 @@ def is_padded(run: RunDescription) -> bool:
     return sequence_length(run) > run.cutoff_len
 
 
-def make_batch(run: RunDescription, rows: int) -> Batch:
-    """One collated batch on the card."""
+def make_batch(run: RunDescription, rows: int, pictures: Pictures | None = None) -> Batch:
+    """One collated batch on the card, with the same pictures in every row."""
     length = sequence_length(run)
     names = ["input_ids", "labels"]
     if run.packing and run.stage == "sft":
@@ -45,7 +46,7 @@ def make_batch(run: RunDescription, rows: int) -> Batch:
         mask = torch.zeros((rows, 1, length, length), dtype=compute_dtype(run) or torch.float32, device=CARD)
     else:
         mask = torch.ones((rows, length), dtype=torch.int64, device=CARD)
-    return {**batch, "attention_mask": mask}
+    return {**batch, "attention_mask": mask} | (pictures.inputs(rows, length) if pictures is not None else {})
 
 
 def wrap_forward(model: nn.Module, run: RunDescription) -> None:
@@ -104,7 +105,13 @@ def _cut(tracker: StorageTracker, name: str) -> None:
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, run: RunDescription, tracker: StorageTracker, *, first: bool
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: RunDescription,
+    tracker: StorageTracker,
+    *,
+    first: bool,
+    pictures: Pictures | None = None,
 ) -> None:
     """Runs an optimizer step beside its states, with as many micro-steps as differ in what is alive.
 
@@ -114,18 +121,19 @@ def train(
         run: The run.
         tracker: Follows what is allocated.
         first: Run the first step too, which has no states yet, but tunes kernels; otherwise states are only created.
+        pictures: The images of every sample.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = torch.ones((), device=CARD) if run.fp16 else None
     if first:
-        _micro_steps(model, run, tracker, trained, scaler, step=0)
+        _micro_steps(model, run, tracker, trained, scaler, pictures, step=0)
     else:
         tracker.stretch("optimizer_step/0")
         tracker.allocating("gradients")
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
     _optimizer_step(model, optimizer, run, tracker, trained, step=0)
-    _micro_steps(model, run, tracker, trained, scaler, step=1)
+    _micro_steps(model, run, tracker, trained, scaler, pictures, step=1)
     _optimizer_step(model, optimizer, run, tracker, trained, step=1)
 
 
@@ -135,12 +143,14 @@ def _micro_steps(
     tracker: StorageTracker,
     trained: list[nn.Parameter],
     scaler: torch.Tensor | None,
+    pictures: Pictures | None,
     *,
     step: int,
 ) -> None:
     tracker.stretch(f"forward_backward/{step}/data/data")
     tracker.allocating("buffers")
-    batches = [make_batch(run, run.per_device_train_batch_size) for _ in range(run.gradient_accumulation_steps)]
+    rows = run.per_device_train_batch_size
+    batches = [make_batch(run, rows, pictures) for _ in range(run.gradient_accumulation_steps)]
     num_items = torch.zeros((), dtype=torch.int64, device=CARD)
     total = torch.zeros((), device=CARD)
     tracker.allocating("activations")
@@ -177,12 +187,12 @@ def _optimizer_step(
     tracker.stretch("save/save/save/save")
 
 
-def evaluate(model: nn.Module, run: RunDescription, tracker: StorageTracker) -> None:
+def evaluate(model: nn.Module, run: RunDescription, tracker: StorageTracker, pictures: Pictures | None = None) -> None:
     """Runs one evaluation batch as `Trainer.prediction_step` does: it holds the outputs beside the loss."""
     tracker.stretch("evaluate/evaluate/forward/embedding")
     model.eval()
     with torch.no_grad():
-        batch = make_batch(run, run.per_device_eval_batch_size)
+        batch = make_batch(run, run.per_device_eval_batch_size, pictures)
         outputs = model(**batch, num_items_in_batch=torch.zeros((), dtype=torch.int64, device=CARD))
         outputs["loss"].detach().mean()
     model.train()

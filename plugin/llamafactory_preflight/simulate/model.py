@@ -16,18 +16,23 @@ from llamafactory_preflight.simulate.card import CARD
 def skeleton(config: Any, model_args: Any) -> nn.Module:
     """Builds the model without storage, its linear layers quantized if wanted, as `from_pretrained` does first."""
     from llamafactory.model.patcher import patch_config
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     load_options: dict[str, Any] = {}
     patch_config(config, None, model_args, load_options, is_trainable=True)
-    images = type(config) in AutoModelForImageTextToText._model_mapping
-    kind = AutoModelForImageTextToText if images else AutoModelForCausalLM
     with torch.device("meta"):
-        build: Any = kind.from_config
+        build: Any = auto_class(config).from_config
         model = build(config, dtype=loaded_type(config), attn_implementation=_attention(config))
     model.tie_weights()
     quantized.replace_linear_layers(model, load_options.get("quantization_config"))
     return model  # type: ignore[no-any-return]
+
+
+def auto_class(config: Any) -> Any:
+    """The class of transformers through which LLaMA-Factory loads a model of this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    images = type(config) in AutoModelForImageTextToText._model_mapping
+    return AutoModelForImageTextToText if images else AutoModelForCausalLM
 
 
 def loaded_type(config: Any) -> torch.dtype:

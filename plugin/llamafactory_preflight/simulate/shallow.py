@@ -42,16 +42,23 @@ def read(config: Mapping[str, Any]) -> Any:
     return AutoConfig.for_model(model_type, **values)
 
 
-def choose(config: Any, run: RunDescription) -> Depths:
+def stacked_layers(config: Any) -> int:
+    """First layers to which a vision tower adds features (DeepStack)."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
+def choose(config: Any, run: RunDescription, *, stacked: int = 0) -> Depths:
     """Picks depths that differ by one period of the layer pattern and are congruent to the real depth.
 
-    Freezing all but some layers makes those a pattern of their own, which has to fit in as a whole.
+    Freezing all but some layers makes those a pattern of their own, which has to fit in as a whole; so do `stacked`
+    layers that get images.
     """
     text = config.get_text_config()
     real = text.num_hidden_layers
     period = _period(text)
     trained = run.freeze_trainable_layers if run.finetuning_type == "freeze" else 0
-    small = abs(trained) + max(period, 2)
+    small = abs(trained) + max(period, 2, stacked + 1)
     small += (real - small) % period
     if small + period >= real:
         return Depths(small=real, large=real, front=real, back=0, real=real)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,10 +14,13 @@ from llamafactory_preflight.simulate import kernels, liger, loop, model, optimiz
 from llamafactory_preflight.simulate.arguments import model_arguments
 from llamafactory_preflight.simulate.autocast import CudaAutocast
 from llamafactory_preflight.simulate.card import CARD, CardMode, cuda_properties
+from llamafactory_preflight.simulate.pictures import Pictures
 from llamafactory_preflight.simulate.storage import StorageTracker
 
 
-def trace(run: RunDescription, config: Any, *, card: Card, front: int, back: int) -> StorageTracker:
+def trace(
+    run: RunDescription, config: Any, *, card: Card, front: int, back: int, patches: Sequence[int] = ()
+) -> StorageTracker:
     """Simulates loading, optimizer steps and an evaluation batch.
 
     Args:
@@ -25,6 +29,7 @@ def trace(run: RunDescription, config: Any, *, card: Card, front: int, back: int
         card: The card.
         front: First layers that are stretches of their own.
         back: Last layers that are.
+        patches: Patches of each image of a sample.
 
     Returns:
         The tracker with its whole log.
@@ -65,9 +70,10 @@ def trace(run: RunDescription, config: Any, *, card: Card, front: int, back: int
         steps = optimizer.build(network, run)
         layers = model.decoder_layers(network, text.num_hidden_layers)
         stack.enter_context(loop.watched_layers(layers, tracker, front=front, back=back))
-        loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text))
+        pictures = Pictures.of(config, patches) if patches else None
+        loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text), pictures=pictures)
         if evaluates(run):
-            loop.evaluate(network, run, tracker)
+            loop.evaluate(network, run, tracker, pictures)
         tracker.stretch("end/end")
         del workspaces
     return tracker

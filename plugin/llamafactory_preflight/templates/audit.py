@@ -8,6 +8,18 @@ from dataclasses import dataclass
 from llamafactory_preflight.templates.probe import Probe
 
 
+# What holds of each topic once it is repaired.
+REPAIRS = {
+    "loss": "it lies on the answer and its stop token, after the prompt of the answer's mode",
+    "earlier turns": "they are trained as they stand in a prompt when the model is served",
+    "think tags": "they are found in every spelling, and a tag that is only mentioned is text",
+    "tools": "the list of tools, calls and results are written as the model knows them",
+    "special tokens": "what only looks like one in a text stays text",
+    "chat and API": "they send the prompt that the model was trained on",
+    "stop tokens": "a generation ends at <|im_end|> and at <|endoftext|>",
+}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rendering:
     """One rendering of a probe's last answer.
@@ -33,10 +45,12 @@ class Difference:
 
     Attributes:
         id: Name of the finding.
+        topic: Which of the repairs it belongs to.
         message: What differs, as a sentence without a final period.
     """
 
     id: str
+    topic: str
     message: str
 
 
@@ -49,12 +63,20 @@ def differences(renderings: Iterable[tuple[Probe, Rendering, Rendering]]) -> Ite
     stops_differ = False
     for probe, factory, official in renderings:
         if what := _difference(factory, official, is_served=probe.is_served):
-            yield Difference(id=probe.id, message=f"{probe.about}: {what}")
+            yield Difference(id=probe.id, topic=probe.topic, message=f"{probe.about}: {what}")
         stops_differ |= not factory.failure and not official.stops <= factory.stops
     if stops_differ:
         yield Difference(
-            id="stop-tokens", message="generation: LLaMA-Factory stops at fewer tokens than the official configuration"
+            id="stop-tokens",
+            topic="stop tokens",
+            message="generation: LLaMA-Factory stops at fewer tokens than the official configuration",
         )
+
+
+def repairs(found: Iterable[Difference]) -> list[str]:
+    """What is repaired, one line for each topic."""
+    topics = {difference.topic for difference in found}
+    return [f"{topic}: {words}" for topic, words in REPAIRS.items() if topic in topics]
 
 
 def _difference(factory: Rendering, official: Rendering, *, is_served: bool) -> str:

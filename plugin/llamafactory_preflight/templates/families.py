@@ -36,6 +36,7 @@ class Family:
         keeps_history: Whether earlier answers stay in a prompt as they were trained.
         blocks_in_chain: Whether every answer after the last question gets a think block, even an empty one.
         has_preserve_thinking: Whether `preserve_thinking` keeps the reasoning of earlier answers.
+        calls_in_xml: Whether calls are written as XML, not as JSON.
         is_multimodal: Whether images and videos may stand in a prompt.
     """
 
@@ -45,6 +46,7 @@ class Family:
     keeps_history: bool = False
     blocks_in_chain: bool = False
     has_preserve_thinking: bool = False
+    calls_in_xml: bool = False
     is_multimodal: bool = False
 
     @property
@@ -57,11 +59,16 @@ HYBRID = Family(name="Qwen3", template="qwen3", modes=("think", "no_think"))
 INSTRUCT_2507 = Family(name="Qwen3-Instruct-2507", template="qwen3_nothink", modes=("no_think",), keeps_history=True)
 THINKING_2507 = Family(name="Qwen3-Thinking-2507", template="qwen3", modes=("think",))
 VL = Family(name="Qwen3-VL", template="qwen3_vl_nothink", modes=("no_think",), keeps_history=True, is_multimodal=True)
+VL_THINKING = Family(name="Qwen3-VL-Thinking", template="qwen3_vl", modes=("think",), is_multimodal=True)
+CODER = Family(
+    name="Qwen3-Coder", template="qwen3_nothink", modes=("no_think",), keeps_history=True, calls_in_xml=True
+)
 QWEN3_5 = Family(
     name="Qwen3.5 (4B and larger)",
     template="qwen3_5",
     modes=("think", "no_think"),
     blocks_in_chain=True,
+    calls_in_xml=True,
     is_multimodal=True,
 )
 QWEN3_5_SMALL = Family(
@@ -69,6 +76,7 @@ QWEN3_5_SMALL = Family(
     template="qwen3_5",
     modes=("no_think", "think"),
     blocks_in_chain=True,
+    calls_in_xml=True,
     is_multimodal=True,
 )
 QWEN3_6 = Family(
@@ -76,6 +84,7 @@ QWEN3_6 = Family(
     template="qwen3_6",
     modes=("think", "no_think"),
     blocks_in_chain=True,
+    calls_in_xml=True,
     has_preserve_thinking=True,
     is_multimodal=True,
 )
@@ -85,6 +94,7 @@ QWEN3_8 = Family(
     modes=("think", "no_think"),
     keeps_history=True,
     blocks_in_chain=True,
+    calls_in_xml=True,
     is_multimodal=True,
 )
 
@@ -100,6 +110,9 @@ KNOWN: dict[str, Family] = {
     "888e6ba99cb9066d53569bffb52a6660": INSTRUCT_2507,
     "c7fd585ed2a76f062fd061d89319b951": THINKING_2507,
     "7679a7781ba83944e14aaa0c0b018cc3": VL,
+    "ca8ac90a1570ab790c8190cba1a33ee9": VL_THINKING,
+    "25031543d288ce7c4f8e02ca112fa948": CODER,  # of early August 2025
+    "d1caf8ce674aa3718242fbf1be3b1330": CODER,  # later, with lists in JSON too
     "48872f4ed6ebc28548b62a76c938f5e5": QWEN3_5,
     "736b2c3edd32bc6c4b92b933ab51b723": QWEN3_5_SMALL,
     "4256619ce2e66257e11323af8d3cd450": QWEN3_6,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from llamafactory_preflight.templates.families import Family
 from llamafactory_preflight.templates.thinking import Answer, split_answer
@@ -15,7 +15,8 @@ Message = dict[str, Any]
 
 ANSWERS = ("assistant", "function")
 RESULTS_BETWEEN = "\n</tool_response>\n<tool_response>\n"  # LLaMA-Factory joins results of several tools so
-_CALL = re.compile(r"<tool_call>\s*(.*?)\s*</tool_call>", re.DOTALL)
+_CALL_START = re.compile(r"<tool_call>\s*")
+_CALL_END = re.compile(r"\s*</tool_call>")
 
 
 class BrokenSample(Exception):
@@ -63,22 +64,48 @@ def _calls(content: str) -> tuple[str, list[Message]]:
     """The text of an answer and its calls; reasoning that is mere text to this template stays before the text."""
     answer = split_answer(content)
     reasoning = content[: len(content) - len(answer.text)] if answer.reasoning else ""
-    blocks = _CALL.findall(answer.text)
-    if blocks and all(block.startswith("<function=") for block in blocks):
+    starts = [match.end() for match in _CALL_START.finditer(answer.text)]
+    if starts and all(answer.text.startswith("<function=", start) for start in starts):
         return content, []  # written in the model's own way already
-    if not blocks:
-        return reasoning, _parsed(answer.text)
-    pieces = (piece.strip("\n") for piece in _CALL.sub("\0", answer.text).split("\0"))
-    return reasoning + "\n".join(filter(None, pieces)), [call for block in blocks for call in _parsed(block)]
+    said, calls = _taken_apart(answer.text)
+    if not calls:
+        raise BrokenSample("a call is missing")
+    return reasoning + said, [{"type": "function", "function": _function(call)} for call in calls]
 
 
-def _parsed(text: str) -> list[Message]:
+def only_calls(text: str) -> list[Any] | None:
+    """The calls of a text that is JSON and nothing else, whatever tags its arguments hold; None for any other."""
     try:
         given = json.loads(text)
     except ValueError:
-        raise BrokenSample("a call is not JSON") from None
-    calls = given if isinstance(given, list) else [given]
-    return [{"type": "function", "function": _function(call)} for call in calls]
+        return None
+    return given if isinstance(given, list) else [given]
+
+
+def _taken_apart(text: str) -> tuple[str, list[Any]]:
+    """What is said around calls in tags, and the calls."""
+    if (alone := only_calls(text)) is not None:
+        return "", alone
+    pieces: list[str] = []
+    calls: list[Any] = []
+    at = 0
+    while (start := _CALL_START.search(text, at)) is not None:
+        try:
+            given, end = json.JSONDecoder().raw_decode(text, start.end())
+        except ValueError:
+            _refused()
+        stop = _CALL_END.match(text, end) or _refused()
+        pieces.append(text[at : start.start()])
+        calls.extend(given if isinstance(given, list) else [given])
+        at = stop.end()
+    if not at:
+        _refused()
+    pieces.append(text[at:])
+    return "\n".join(filter(None, (piece.strip("\n") for piece in pieces))), calls
+
+
+def _refused() -> NoReturn:
+    raise BrokenSample("a call is not JSON")
 
 
 def _function(call: Any) -> Message:

@@ -23,7 +23,7 @@ class Record:
         num_no_think: Trained answers without.
         family: Which official chat template it was.
         template: LLaMA-Factory's name of the template.
-        rules: Version of the rendering.
+        rules: Hash of the code that rendered what was trained.
     """
 
     mode: Mode
@@ -31,7 +31,7 @@ class Record:
     num_no_think: int
     family: str
     template: str
-    rules: int
+    rules: str
 
 
 def read(folder: str | Path | None) -> Record | None:

@@ -1,0 +1,81 @@
+"""Looks at the run that the board's fields describe now."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from llamafactory_preflight import device as cards
+from llamafactory_preflight import host, machine, preflight
+from llamafactory_preflight.board.lookup import Lookup, StillAsking
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.hub import ModelSource
+from llamafactory_preflight.result import Result
+from llamafactory_preflight.settings import GPU_VARIABLE, Settings
+
+
+MODELS = Lookup()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """One look.
+
+    Attributes:
+        result: What was found out.
+        asking: Whether the hub has yet to say what the model is.
+    """
+
+    result: Result
+    asking: bool
+
+
+def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None) -> Look:
+    """Tells what a run will take.
+
+    Args:
+        arguments: As the board would pass them to the training.
+        card: A card to plan for, as `--gpu` takes it; empty for this machine, as the training will find it.
+        num_cards: How many of them; empty for all of this machine, or one that is planned for.
+
+    Raises:
+        UserError: An argument or the card makes no sense.
+    """
+    asking = False
+
+    def find(name: str, **named: Any) -> ModelSource:
+        nonlocal asking
+        try:
+            return MODELS.find(name, **named)
+        except StillAsking:
+            asking = True
+            raise
+
+    planned = cards.planned(gpu=card or None) or cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
+    # As the board starts the training.
+    environ = os.environ | ({"FORCE_TORCHRUN": "1"} if arguments.get("deepspeed") else {})
+    result = preflight.examine(
+        arguments,
+        origin="the fields",
+        beside=None,
+        devices=machine.taking_part(planned, gpus=_count(num_cards)),
+        host_budget_bytes=host.available_bytes(),
+        here=host.main_memory(),
+        environ=environ,
+        find=find,
+    )
+    return Look(result=result, asking=asking)
+
+
+def _count(given: Any) -> int | None:
+    if given in (None, "", 0):
+        return None
+    try:
+        number = float(given)
+    except (TypeError, ValueError):
+        number = 0.5
+    if number != int(number):
+        raise UserError(f"{given!r} is not a number of GPUs", next_step=f"Give 1 to {machine.MOST_GPUS}")
+    return int(number)

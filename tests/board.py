@@ -1,0 +1,216 @@
+"""LLaMA-Board for the tests: the real server, a hub that answers as told, and a page in a real browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+import qwen3_shapes
+
+
+# config.json of every model that presets name, and of one that none does.
+CONFIGS = {name: qwen3_shapes.config(name) for name in qwen3_shapes.DENSE}
+CONFIGS["Qwen/Qwen3-4B"] = CONFIGS["Qwen/Qwen3-4B-Instruct-2507"]
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
+START_SECONDS = 180
+QUIET_SECONDS = 0.4
+
+
+def chromium() -> str | None:
+    """The browser of this machine; CHROMIUM names another."""
+    names = [os.environ["CHROMIUM"]] if os.environ.get("CHROMIUM") else CHROMIUM
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
+def fill_hub_cache(folder: Path) -> None:
+    """A hub cache as finished look-ups leave it."""
+    for name, config in CONFIGS.items():
+        repository = folder / "hub" / f"models--{name.replace('/', '--')}"
+        snapshot = repository / "snapshots" / "0123456789abcdef0123456789abcdef01234567"
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        (repository / "refs").mkdir()
+        (repository / "refs" / "main").write_text(snapshot.name, encoding="utf-8")
+
+
+class _Hub(BaseHTTPRequestHandler):
+    """Knows one model and takes its time; hangs up on everything of `down/`; has nothing else."""
+
+    def do_GET(self) -> None:
+        if self.path.startswith("/down/"):
+            self.connection.close()
+            return
+        known = self.path.startswith(f"/{SLOW_MODEL}/resolve")
+        if known:
+            time.sleep(SLOW_SECONDS)
+        body = json.dumps(CONFIGS["Qwen/Qwen3-0.6B"]).encode() if known else b"{}"
+        self.send_response(200 if known else 404)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@contextmanager
+def hub() -> Iterator[str]:
+    """The address of a hub."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def webui(folder: Path, scripts: Path, **variables: str) -> Iterator[str]:
+    """The address of `llamafactory-cli webui`, started in a folder."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    own = {"LLAMAFACTORY", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LLAMABOARD", "USE_", "GRADIO"}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(own))}
+    env |= {
+        "PATH": os.pathsep.join([str(scripts), env.get("PATH", "")]),
+        "GRADIO_SERVER_NAME": "127.0.0.1",
+        "GRADIO_SERVER_PORT": str(port),
+        "GRADIO_ANALYTICS_ENABLED": "False",
+        "NO_PROXY": "127.0.0.1,localhost",
+        "BROWSER": "true",
+        "CUDA_VISIBLE_DEVICES": "",
+    } | variables
+    address = f"http://127.0.0.1:{port}/"
+    with (folder / "webui.log").open("w") as log:
+        server = subprocess.Popen([scripts / "llamafactory-cli", "webui"], cwd=folder, env=env, stdout=log, stderr=log)
+        try:
+            _wait_for(address, server, folder / "webui.log")
+            yield address
+        finally:
+            server.terminate()
+            server.wait(30)
+
+
+def _wait_for(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and server.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{address}config", timeout=5):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError(f"the board did not start:\n{log.read_text()[-3000:]}")
+
+
+class BoardPage:
+    """LLaMA-Board in a browser tab, in the terms of a user.
+
+    Args:
+        page: Playwright's.
+        address: The server's.
+    """
+
+    def __init__(self, page: Any, address: str) -> None:
+        self.page = page
+        self.address = address
+        self.console_errors: list[str] = []
+        self._running: set[Any] = set()
+        page.set_default_timeout(15_000)
+        page.on("console", lambda said: self.console_errors.append(said.text) if said.type == "error" else None)
+        page.on("pageerror", lambda error: self.console_errors.append(str(error)))
+        page.on("request", lambda request: self._running.add(request) if _is_event(request.url) else None)
+        for event in ("requestfinished", "requestfailed"):
+            page.on(event, lambda request: self._running.discard(request))
+
+    def open(self) -> BoardPage:
+        """Loads the page, or loads it again."""
+        self._running.clear()
+        self.page.goto(self.address)
+        self.page.get_by_label("Language", exact=True).wait_for(timeout=60_000)
+        self.settle()
+        return self
+
+    def settle(self, timeout: float = 30) -> None:
+        """Waits until nothing is on its way to the server and back."""
+        deadline, quiet_since = time.monotonic() + timeout, time.monotonic()
+        while time.monotonic() - quiet_since < QUIET_SECONDS:
+            assert time.monotonic() < deadline, f"still running: {[request.url for request in self._running]}"
+            self.page.wait_for_timeout(50)
+            if self._running:
+                quiet_since = time.monotonic()
+
+    def field(self, label: str) -> Any:
+        """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
+        return self.page.get_by_label(re.compile(f"^(number input for )?{re.escape(label)}")).first
+
+    def choose(self, label: str, option: str) -> None:
+        """Picks an entry of a menu by its beginning."""
+        field = self.field(label)
+        field.click()
+        self.page.get_by_role("option", name=option).first.click()
+        self.settle()
+
+    def type(self, label: str, text: str) -> None:
+        """Writes into a field and leaves it."""
+        field = self.field(label)
+        field.fill(text)
+        field.press("Tab")
+        self.settle()
+
+    def press(self, name: str, *, until: str = "", timeout: float = 30) -> None:
+        """Presses a button of the visible tab, and waits until the box below the buttons says something."""
+        self.page.locator("button:visible", has_text=name).first.click()
+        self.settle()
+        deadline = time.monotonic() + timeout
+        while until and not re.search(until, self.output()):
+            assert time.monotonic() < deadline, f"the output is still {self.output()!r}"
+            self.page.wait_for_timeout(100)
+        self.settle()
+
+    def preset(self, tier: str, name: str) -> None:
+        """Chooses a preset."""
+        if self.field("GPU memory tier").input_value() != tier:
+            self.choose("GPU memory tier", tier)
+        self.choose("Hardware preset", f"{name}:")
+
+    def panel(self) -> str:
+        """The text of the memory panel."""
+        return str(self.page.locator("#preflight-panel").inner_text())
+
+    def output(self) -> str:
+        """The text of the box below the buttons."""
+        return str(self.page.locator("[data-testid=markdown]:visible").last.inner_text())
+
+    def command(self) -> dict[str, Any]:
+        """The arguments in Preview's command, read as the command line would be."""
+        before, deadline = self.output(), time.monotonic() + 3  # it may well be the same command as before
+        self.press("Preview command", until="llamafactory-cli train")
+        while self.output() == before and time.monotonic() < deadline:
+            self.page.wait_for_timeout(50)
+        lines = self.page.locator("code", has_text="llamafactory-cli train").first.inner_text().splitlines()
+        pairs = [line.strip().removesuffix("\\").strip().removeprefix("--").split(" ", 1) for line in lines[1:]]
+        return {name: {"True": True, "False": False}.get(value, value) for name, value in pairs}
+
+
+def _is_event(url: str) -> bool:
+    return "/run/" in url or "/queue/join" in url or "/config" in url

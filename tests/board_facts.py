@@ -1,0 +1,49 @@
+"""Builds LLaMA-Board without a browser, lets it take every preset, and prints what comes of it as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import gradio as gr
+from llamafactory.webui import common
+from llamafactory.webui.components import create_top, create_train_tab
+from llamafactory.webui.engine import Engine
+
+from llamafactory_preflight import presets
+from llamafactory_preflight.board import adapter, fields, place
+
+
+engine = Engine(demo_mode=True)
+with gr.Blocks() as blocks:
+    above = create_top()
+    engine.manager.add_elems("top", above)
+    tab = create_train_tab(engine)
+    engine.manager.add_elems("train", tab)
+elements = adapter.inputs({f"top.{name}": element for name, element in above.items()}, tab)
+board = adapter.board(engine, elements)
+page = {name: element.value for name, element in elements.items()}
+runs, unplaced = {}, {}
+for preset in presets.available():
+    arguments = presets.with_absolute_paths(preset)
+    placement = place.preset(board, arguments, page)
+    unplaced[preset.name] = placement.unplaced
+    data = {element: placement.values[name] for name, element in elements.items()}
+    parsed = engine.runner._parse_train_args(data)
+    parsed["output_dir"] = placement.values[fields.OUTPUT_DIR]
+    runs[preset.name] = {"wanted": arguments, "parsed": parsed, "sent": common._clean_cmd(parsed)}
+functions = blocks.fns.values() if hasattr(blocks, "fns") else blocks.dependencies
+print(
+    json.dumps(
+        {
+            "unplaced": unplaced,
+            "runs": runs,
+            "ours": [name for name in tab if name.startswith(adapter.OURS)],
+            "without_element": sorted(
+                identifier for identifier in fields.ELEMENTS.values() if identifier not in elements
+            ),
+            "bound": len(list(functions)),
+        }
+    ),
+    file=sys.stdout,
+)

@@ -1,0 +1,306 @@
+"""LLaMA-Board in a real browser: the real server, every preset, and what users do and break."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import board
+from llamafactory_preflight import presets, schema
+from llamafactory_preflight.presets import Preset
+
+
+PRESETS = presets.available()
+# What the board adds to every run that says nothing else. It is the whole list.
+ADDITIONS = {
+    "preprocessing_num_workers": 16,
+    "trust_remote_code": True,
+    "plot_loss": True,
+    "ddp_timeout": 180000000,
+    "include_num_input_tokens_seen": True,
+}
+CARD = "12GiB"
+SCREENSHOTS = os.environ.get("LLAMAFACTORY_PREFLIGHT_SCREENSHOTS")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    executable = board.chromium()
+    if executable is None:
+        message = "no Chromium here: install it (on Debian and Ubuntu: apt install chromium) or name one with CHROMIUM"
+        if os.environ.get("CI"):
+            pytest.fail(message)
+        pytest.skip(message)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        # The sandbox needs rights that a container lacks; the pages are our own.
+        launched = playwright.chromium.launch(executable_path=executable, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    """Where the board works, with the tiny model in it."""
+    folder = tmp_path_factory.mktemp("board")
+    (folder / "saves").mkdir()
+    (folder / "saves" / "tiny-qwen3").symlink_to(tiny_model, target_is_directory=True)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "dataset_info.json").write_text('{"empty": {"file_name": "empty.json"}}', encoding="utf-8")
+    (folder / "mine" / "empty.json").write_text("[]", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def address(folder: Path) -> Iterator[str]:
+    """One server for all tests of this file; it plans for a small card."""
+    board.fill_hub_cache(folder / "hf")
+    with (
+        board.hub() as hub,
+        board.webui(
+            folder,
+            Path(sys.executable).parent,
+            HF_HOME=str(folder / "hf"),
+            HF_ENDPOINT=hub,
+            LLAMAFACTORY_PREFLIGHT_GPU=CARD,
+        ) as address,
+    ):
+        yield address
+
+
+@pytest.fixture(scope="module")
+def plain_errors(browser: Any, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What the board without the plugin writes to the browser's console; offline, it misses its web fonts."""
+    folder = tmp_path_factory.mktemp("plain")
+    with board.webui(folder, Path(sys.executable).parent, LLAMAFACTORY_PREFLIGHT="off") as address:
+        page = board.BoardPage(browser.new_page(), address).open()
+        assert page.page.get_by_label("Hardware preset").count() == 0
+        page.choose("Language", "zh")
+        return page.console_errors
+
+
+@pytest.fixture(scope="module")
+def shared(browser: Any, address: str) -> Iterator[board.BoardPage]:
+    """A page for tests that leave it as they find it, or do not care how they find it."""
+    page = board.BoardPage(browser.new_page(viewport={"width": 1280, "height": 900}), address)
+    yield page
+    page.page.close()
+
+
+@pytest.fixture
+def page(shared: board.BoardPage, plain_errors: list[str]) -> Iterator[board.BoardPage]:
+    shared.console_errors.clear()
+    yield shared.open()
+    assert [error for error in shared.console_errors if error not in plain_errors] == []
+    assert "Traceback" not in shared.page.content()
+
+
+@pytest.fixture(scope="module")
+def same_page(browser: Any, address: str, plain_errors: list[str]) -> Iterator[board.BoardPage]:
+    """A page that is loaded once: each preset follows another one."""
+    page = board.BoardPage(browser.new_page(viewport={"width": 1280, "height": 900}), address).open()
+    yield page
+    assert [error for error in page.console_errors if error not in plain_errors] == []
+    page.page.close()
+
+
+def screenshot(page: board.BoardPage, name: str) -> None:
+    if SCREENSHOTS:
+        Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
+        page.page.screenshot(path=Path(SCREENSHOTS, f"{name}.png"))
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    texts = [",".join(item) if isinstance(item, list) else str(item) for item in (one, other)]
+    try:
+        return float(texts[0]) == float(texts[1])
+    except ValueError:
+        return texts[0] == texts[1]
+
+
+def default(name: str, command: dict[str, Any]) -> Any:
+    if name == "lora_alpha":
+        return 2 * int(command["lora_rank"])
+    if name == "packing":
+        return command.get("neat_packing", False)
+    if name == "flash_attn":
+        return "auto"
+    known = schema.load()
+    assert known is not None
+    return known.arguments[name].defaults[0]
+
+
+@pytest.mark.parametrize("preset", PRESETS, ids=lambda preset: preset.name)
+def test_a_preset_arrives_whole_in_the_command(same_page: board.BoardPage, preset: Preset) -> None:
+    page = same_page
+    page.preset("CPU / any" if preset.tier == presets.ANY else preset.tier, preset.name)
+    command = page.command()
+    wanted = dict(preset.arguments)
+    if "deepspeed" in wanted:
+        file = Path(command.pop("deepspeed"))
+        assert file == (preset.file.parent.parent / wanted.pop("deepspeed")).resolve() and file.is_file()
+    assert {name: command.get(name) for name in wanted if not same(command.get(name), wanted[name])} == {}
+    added = {name: value for name, value in command.items() if name not in wanted}
+    assert ADDITIONS.keys() <= command.keys()
+    expected = {name: ADDITIONS[name] if name in ADDITIONS else default(name, command) for name in added}
+    assert {name: value for name, value in added.items() if not same(value, expected[name])} == {}
+    assert re.search(r"[✓!✕?] (Fits|Tight|Will not fit|Cannot tell): ", page.output())
+
+
+def test_the_panel_follows_the_fields(page: board.BoardPage) -> None:
+    assert "Choose a model" in page.panel()
+    page.preset("24 GB", "24gb_lora")
+    assert "Will not fit: needs 18." in page.panel() and f"{CARD}, planned" in page.panel()
+    page.choose("Plan for GPU", "RTX4090")
+    assert "Fits: needs 18." in page.panel() and "rtx4090, planned" in page.panel()
+    before = page.panel()
+    page.type("Cutoff length", "512")
+    assert "Fits" in page.panel() and page.panel() != before
+    screenshot(page, "panel")
+
+
+def test_a_remedy_sets_the_fields_and_can_be_undone(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    filled = page.command()
+    assert "Will not fit" in page.panel()
+    screenshot(page, "remedies")
+    remedies = page.page.locator(".preflight-remedies button:visible")
+    assert remedies.count() >= 1
+    text = remedies.first.inner_text()
+    page.press(text)
+    assert re.search("Fits|Tight", page.panel())
+    pairs = dict(item.split("=") for item in text.split(" → ")[0].split())
+    command = page.command()
+    assert {name: str(command[name]).lower() for name in pairs} == pairs
+    page.press("Undo")
+    assert page.command() == filled
+    page.press("Undo")
+    assert page.field("Model path").input_value() == "" and page.field("Cutoff length").input_value() == "2048"
+    assert page.page.locator("button:visible", has_text="Undo").count() == 0
+
+
+def test_the_users_model_and_data_stay_unless_told_otherwise(page: board.BoardPage) -> None:
+    page.field("Model name").fill("Qwen3-4B-Thinking")
+    page.page.get_by_role("option", name="Qwen3-4B-Thinking", exact=True).first.click()
+    page.settle()
+    page.preset("24 GB", "24gb_lora")
+    assert page.field("Model path").input_value() == "Qwen/Qwen3-4B"
+    command = page.command()
+    assert (command["model_name_or_path"], command["cutoff_len"]) == ("Qwen/Qwen3-4B", 4096)
+    assert "needs 1" in page.panel()
+    page.press("Undo")
+    page.page.get_by_label("Keep my model and data").uncheck()
+    page.preset("24 GB", "24gb_lora")
+    assert page.field("Model path").input_value() == "Qwen/Qwen3-8B"
+
+
+def test_the_board_speaks_five_languages(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    seen = {}
+    label = "Language"
+    for lang, next_label, word in (
+        ("ru", "Язык", "Не помещается"),
+        ("zh", "语言", "放不下"),
+        ("ko", "언어", "들어가지 않음"),
+        ("ja", "言語", "収まりません"),
+        ("en", "Language", "Will not fit"),
+    ):
+        page.choose(label, lang)
+        label = next_label
+        assert word in page.panel()
+        seen[lang] = page.page.locator(".preflight-remedies button:visible").first.inner_text()
+        screenshot(page, f"language_{lang}")
+    assert len(set(seen.values())) == 5
+
+
+def test_what_was_saved_is_loaded_after_the_page_was_loaded_again(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    page.type("Maximum gradient norm", "0.5")
+    before = page.command()
+    page.press("Save arguments", until="saved at")
+    name = page.field("Config path").input_value()
+    page.open()
+    page.type("Config path", name)
+    page.press("Load arguments", until="restored|loaded")
+    after = page.command()
+    assert {k: v for k, v in before.items() if after.get(k) != v and k != "output_dir"} == {}
+    assert after.keys() == before.keys()
+
+
+def test_a_training_runs_to_its_end(page: board.BoardPage, folder: Path) -> None:
+    page.preset("CPU / any", "cpu_smoke")
+    page.press("Start", until="^Finished", timeout=200)
+    assert (folder / "saves" / "cpu_smoke" / "adapter_model.safetensors").is_file()
+    screenshot(page, "finished")
+
+
+def test_what_will_not_fit_starts_only_when_told_twice(page: board.BoardPage, folder: Path) -> None:
+    shutil.rmtree(folder / "saves" / "cpu_smoke", ignore_errors=True)
+    page.preset("CPU / any", "cpu_smoke")
+    page.type("Batch size", "1024")
+    page.type("Cutoff length", "100000")
+    assert "Will not fit" in page.panel()
+    page.press("Start", until="Press Start again")
+    assert "Will not fit" in page.output()
+    assert not (folder / "saves" / "cpu_smoke").exists()
+    # It goes on then, and so does the child: it is stopped by something else, that there is no such data set.
+    page.type("Data dir", "nowhere")
+    page.press("Start", until="Press Start again")
+    page.press("Start", until="^Failed", timeout=120)
+    assert "Cannot open nowhere/dataset_info.json" in page.output()
+
+
+@pytest.mark.parametrize(
+    ("label", "value", "told"),
+    [
+        ("Model path", "/nowhere/model", "does not exist"),
+        ("Model path", "nobody/nothing", "has no nobody/nothing"),
+        ("Model path", "down/model", "cannot be reached"),
+        ("Learning rate", "fast", "cannot be read"),
+        ("Max samples", "many", "cannot be read"),
+        ("Plan for GPU", "a toaster", "is not a card known here"),
+        ("Number of GPUs", "-3", "is not a number of GPUs"),
+        ("Number of GPUs", "several", "is not a number of GPUs"),
+    ],
+)
+def test_what_makes_no_sense_is_a_sentence(page: board.BoardPage, label: str, value: str, told: str) -> None:
+    page.preset("CPU / any", "cpu_smoke")
+    page.type(label, value)
+    assert told in page.panel()
+
+
+def test_extra_arguments_that_are_no_json_are_a_sentence(page: board.BoardPage) -> None:
+    page.preset("CPU / any", "cpu_smoke")
+    page.press("Extra configurations")
+    for value in ("{", "[1]", '{"no_such_argument": 1}', '{"lora_rank": "many"}'):
+        page.type("Extra arguments", value)
+        assert "Please check the settings" in page.panel() or "Fits" in page.panel()
+
+
+def test_a_model_of_the_hub_is_looked_up_in_the_background(page: board.BoardPage) -> None:
+    page.choose("Model name", "Custom")
+    page.field("Model path").fill(board.SLOW_MODEL)
+    page.page.get_by_text("Asking the model hub").wait_for(timeout=5000)
+    page.settle()
+    assert re.search("Fits|Tight|Will not fit", page.panel())
+
+
+def test_a_failed_training_says_why_in_short(page: board.BoardPage) -> None:
+    page.preset("CPU / any", "cpu_smoke")
+    page.type("Data dir", "mine")
+    page.field("Dataset").press("Backspace")
+    page.choose("Dataset", "empty")
+    page.press("Start", until="^Failed", timeout=120)
+    assert "Whole output" in page.output()
+    assert len(page.output()) < 1500
+    screenshot(page, "failed")
