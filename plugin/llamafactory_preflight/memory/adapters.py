@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import dtypes, norms
 from llamafactory_preflight.memory.attention import matmul
 from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32, INT8
+from llamafactory_preflight.memory.module_hooks import ADAPTER
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
@@ -76,11 +77,18 @@ class Linear:
 
     def _lora(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
         """peft.tuners.lora.layer.Linear: the input is cast to the adapter's type whatever autocast does next."""
+        return ops.module(x, lora.a, lambda x: self._adapted(ops, x, lora), name=ADAPTER)
+
+    def _adapted(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
         result = self._base(ops, x)
         dtype = result.dtype
+        ops.borrow(lora.a)
         x = ops.cast(x, lora.a.dtype)
         if lora.magnitude is None:
-            update = ops.scale(ops.linear(ops.linear(ops.dropout(x, lora.dropout), lora.a), lora.b))
+            ops.begin_container()
+            low = ops.linear(ops.end_container(ops.dropout(x, lora.dropout)), lora.a)
+            update = ops.scale(ops.linear(low, lora.b))
+            del low
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
         result = ops.add(result, update)

@@ -157,6 +157,7 @@ class Builder:
             masked_loss=self.shape.family.masked_loss,
             converts_outputs=self.precision.autocast is not None,
             noise=bool(self.run.neftune_noise_alpha),
+            wrapped=bool(self.targets),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
             tower=self._tower(batch, hooked=hooked),
         )

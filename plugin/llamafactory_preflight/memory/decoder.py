@@ -50,8 +50,9 @@ class DecoderLayer:
 
     def __call__(self, ops: Ops, x: Tensor) -> Tensor:
         """Runs the layer on the hidden states of one micro-batch."""
+        ops.begin_container()
         h = self._attention_block(ops, x)
-        return self._mlp_block(ops, h)
+        return ops.end_container(self._mlp_block(ops, h))
 
     def norm(self, ops: Ops, x: Tensor, name: str) -> Tensor:
         """RMSNorm `name`, liger's or transformers'."""
@@ -81,6 +82,7 @@ class DecoderLayer:
         return ops.add(h, hidden)
 
     def _attention(self, ops: Ops, hidden: Tensor) -> Tensor:
+        ops.begin_container()
         q = self._projected(ops, hidden, "q_proj", "q_norm")
         k = self._projected(ops, hidden, "k_proj", "k_norm")
         v = self.linears["v_proj"](ops, hidden)
@@ -88,7 +90,7 @@ class DecoderLayer:
             cos, sin = self.inputs.cos, self.inputs.sin
             q, k = attention.rotate(ops, q, cos, sin), attention.rotate(ops, k, cos, sin)
         out = self._attend(ops, q, k, v)
-        return self.linears["o_proj"](ops, out)
+        return ops.end_container(self.linears["o_proj"](ops, out))
 
     def _projected(self, ops: Ops, hidden: Tensor, linear: str, norm: str) -> Tensor:
         x = self.linears[linear](ops, hidden)

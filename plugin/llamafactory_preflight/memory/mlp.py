@@ -12,12 +12,14 @@ from llamafactory_preflight.memory.paper import Tensor
 
 def gated_mlp(ops: Ops, linears: Mapping[str, Linear], hidden: Tensor, *, liger: bool) -> Tensor:
     """down(silu(gate(x)) * up(x)), transformers' or liger's."""
-    return linears["down_proj"](ops, _gated(ops, linears, hidden, liger=liger))
+    ops.begin_container()
+    return ops.end_container(linears["down_proj"](ops, _gated(ops, linears, hidden, liger=liger)))
 
 
 def _gated(ops: Ops, linears: Mapping[str, Linear], hidden: Tensor, *, liger: bool) -> Tensor:
     gate = linears["gate_proj"](ops, hidden)
     if liger:
         return norms.liger_silu_mul(ops, gate, linears["up_proj"](ops, hidden))
-    gate = ops.unary(gate)
+    ops.begin_container()
+    gate = ops.end_container(ops.unary(gate))
     return ops.mul(gate, linears["up_proj"](ops, hidden))

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.module_hooks import PEFT_MODEL, Key, Modules
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor
 
 
@@ -32,20 +33,10 @@ class Weight(Tensor):
         *,
         width: int = 1,
         leaf: Leaf | None = None,
-        key: tuple[int, str] | None = None,
+        key: Key | None = None,
     ) -> None:
         super().__init__(numel, dtype, storage, leaf)
         self.width, self.key = width, key
-
-
-class Modules(Protocol):
-    """What runs around a module's forward and backward: ZeRO-3's hooks, which gather its weight and let it go."""
-
-    def enter(self, module: str, key: tuple[int, str]) -> None:
-        """Before the forward, and before the backward."""
-
-    def leave(self, module: str, key: tuple[int, str]) -> None:
-        """After it."""
 
 
 class Ops:
@@ -126,18 +117,30 @@ class Ops:
         if modules is None or key is None:
             return run(x)
 
-        def leave(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            modules.leave(name, key)
-            return (grad,)
-
-        def enter(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            modules.enter(name, key)
-            return (grad,)
-
         modules.enter(name, key)
-        out = run(self.link(x.detach(), (x,), (), leave))
+        out = run(self._hooked(x, partial(modules.leave, name, key)))
         modules.leave(name, key)
-        return self.link(out.detach(), (out,), (), enter)
+        if name == PEFT_MODEL:  # answers for the model it wraps, whose hook takes the place of its own
+            return self._hooked(out, modules.enter_container)
+        return self._hooked(out, partial(modules.enter, name, key))
+
+    def _hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
+        """The same tensor behind a function whose backward runs a hook."""
+
+        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            hook()
+            return (grad,)
+
+        return self.link(x.detach(), (x,), (), backward)
+
+    def begin_container(self) -> None:
+        """A module without a weight of its own begins its forward."""
+        if self.modules is not None:
+            self.modules.enter_container()
+
+    def end_container(self, x: Tensor) -> Tensor:
+        """It ends with this output, whose gradient meets the module's hook."""
+        return x if self.modules is None else self._hooked(x, self.modules.enter_container)
 
     # casts -------------------------------------------------------------------------------------------------------
 
@@ -276,16 +279,28 @@ class Ops:
 
         return self.link(out, (x, used), saved, backward)
 
-    def embedding(self, rows: int, weight: Weight) -> Tensor:
-        """F.embedding: its backward makes a dense gradient of the whole table."""
+    def embedding(self, rows: int, weight: Weight, *, as_leaf: bool = False) -> Tensor:
+        """F.embedding: its backward makes a dense gradient of the whole table.
+
+        With `as_leaf` the output is made to require a gradient (enable_input_require_grads) where the table does not;
+        that hook runs before DeepSpeed's, which therefore gather a frozen table in the backward too.
+        """
         return self.module(
             Tensor(0, weight.dtype, weight.storage),
             weight,
-            lambda ids: self._embedding(rows, weight),
+            lambda ids: self._embedding(rows, weight, as_leaf),
             name="embedding",
         )
 
-    def _embedding(self, rows: int, weight: Weight) -> Tensor:
+    def _embedding(self, rows: int, weight: Weight, as_leaf: bool) -> Tensor:
         out = self.empty(rows * weight.width, weight.dtype)
         size = weight.nbytes
-        return self.link(out, (weight,), (), lambda grad, saved: (self.storage(size, "gradients"),))
+        out = self.link(out, (weight,), (), lambda grad, saved: (self.storage(size, "gradients"),))
+        if as_leaf and out.node is None and self.grad_enabled:
+            out.node = Leaf(keeps=out.storage)
+        return out
+
+    def borrow(self, weight: Weight) -> None:
+        """Reads a weight outside of its own module."""
+        if self.modules is not None and weight.key is not None:
+            self.modules.borrow(weight.key)

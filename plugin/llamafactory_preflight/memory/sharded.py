@@ -123,13 +123,11 @@ class _ShardedEstimator(Estimator):
 
     def _resting(self, rank: int) -> dict[str, int]:
         """What lies on a card between steps, by component."""
-        owned = self._owned()
         offloads = self.plan.offload_optimizer != "none"
-        masters = sum(self.block(numel * dtypes.size(FLOAT32)) for numel in owned)
         held = {
             "weights": self.weights + self.reference,
             "adapters": self.adapters,
-            "optimizer": 0 if offloads else masters + self._optimizer(owned).states,
+            "optimizer": sum(self._optimizer_bytes()),
             "gradients": 0,
             "buffers": 2 * cublas_workspace(self.card.compute_capability),
         }
@@ -138,6 +136,13 @@ class _ShardedEstimator(Estimator):
         elif offloads:
             held["buffers"] += self.block(max(p.numel for group in self.trained for p in group) * self.item)
         return held
+
+    def _optimizer_bytes(self) -> tuple[int, int]:
+        """Float32 masters on a card, and the optimizer's states, which its first step makes."""
+        if self.plan.offload_optimizer != "none":
+            return 0, 0
+        owned = self._owned()
+        return sum(self.block(numel * dtypes.size(FLOAT32)) for numel in owned), self._optimizer(owned).states
 
     def _partitioned(self) -> dict[str, int]:
         """The same under stage 3: shards of all parameters and of what gradients are summed in, and the bucket."""
@@ -180,12 +185,13 @@ class _ShardedEstimator(Estimator):
     def _step(self, rank: int) -> tuple[Phase, Phase]:
         """One optimizer step: forward and backward of its micro-steps, then the optimizer's part."""
         ledger = self._ledger()
-        held = [Storage(ledger, size, name) for name, size in self._resting(rank).items()]
+        held = [Storage(ledger, size, name) for name, size in self._resting(rank).items() if name != "optimizer"]
+        masters, states = self._optimizer_bytes()
+        held.append(Storage(ledger, masters, "optimizer"))
         gradients, coordinator = self._gradients(ledger, rank)
-        micro_steps = min(self.run.gradient_accumulation_steps, 2) if self.plan.stage < 3 else 2
-        for number in range(micro_steps):
-            last = self.run.gradient_accumulation_steps == 1 or number == micro_steps - 1
-            gradients.boundary = last
+        busy: Phase = (0, {})
+        later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
+        for gradients.boundary in self._micro_steps():
             ops = Ops(ledger, autocast_dtype=None)
             if coordinator is not None:
                 coordinator.begin_forward()
@@ -193,15 +199,29 @@ class _ShardedEstimator(Estimator):
             builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
             self._run(ops, builder, self.batch)
             gradients.end_backward()
-            if coordinator is not None and self.recent:
-                coordinator.release_leftovers()
-        busy = ledger.take_peak()
+            if coordinator is not None:
+                if self.recent:
+                    coordinator.release_leftovers()
+                if gradients.boundary:
+                    coordinator.release_all()
+                    busy = max(busy, ledger.take_peak(), key=_size)
+                    later = later if later.size else Storage(ledger, states, "optimizer")
+                    coordinator.gather_persistent()
+        busy = max(busy, ledger.take_peak(), key=_size)
         if coordinator is not None:
             coordinator.release_all()
         gradients.step(self._optimizer)
         stepping = ledger.take_peak()
         del held
         return busy, stepping
+
+    def _micro_steps(self) -> Sequence[bool]:
+        """Whether each of the micro-steps that are looked at is the last of its step.
+
+        Under stage 3 the first one fetches nothing ahead, and those of later steps begin with parameters let go.
+        """
+        step = (False, True) if self.run.gradient_accumulation_steps > 1 else (True,)
+        return step if self.plan.stage < 3 else step * (4 // len(step))
 
     def _gradients(
         self, ledger: Ledger, rank: int

@@ -13,6 +13,7 @@ from llamafactory_preflight.memory import checkpointing, loss, tower
 from llamafactory_preflight.memory.decoder import DecoderLayer
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.growth import Growth
+from llamafactory_preflight.memory.module_hooks import MODEL, PEFT_MODEL
 from llamafactory_preflight.memory.ops import Ops, Weight
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
@@ -50,6 +51,7 @@ class Model:
             (Gemma 3 with its vision tower).
         converts_outputs: Whether accelerate turns the outputs to float32 behind the forward (mixed precision).
         noise: Whether NEFTune adds noise to the embeddings.
+        wrapped: Whether PEFT's model stands around it.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
         tower: The vision tower with the batch's images, or None where there are none.
     """
@@ -64,6 +66,7 @@ class Model:
     masked_loss: bool
     converts_outputs: bool
     noise: bool
+    wrapped: bool
     upcasts_logits: bool
     tower: tower.Tower | None
 
@@ -72,14 +75,20 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and backward of the causal language-model loss; the ledger holds the peak afterwards."""
     logits = None
     with ops.autocast():
+        if model.wrapped:
+            ops.begin_container()
         if model.liger_loss:  # the head's weight belongs to the whole model's forward
+            name = PEFT_MODEL if model.wrapped else MODEL
             nothing = Tensor(0, model.head.dtype, model.head.storage)
-            result = ops.module(nothing, model.head, lambda x: _fused(ops, model, tokens), name="model")
+            result = ops.module(nothing, model.head, lambda x: _fused(ops, model, tokens), name=name)
         else:
+            ops.begin_container()
             hidden = hidden_states(ops, model, tokens)
             logits = head(ops, model, hidden)
-            result = _cross_entropy(ops, model, logits)
+            result = ops.end_container(_cross_entropy(ops, model, logits))
             del hidden
+        if model.wrapped:
+            result = ops.end_container(result)
     if logits is not None:
         logits = convert(ops, model, logits)
     del logits
@@ -87,7 +96,9 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
 
 
 def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
-    return loss.liger_linear_cross_entropy(ops, hidden_states(ops, model, tokens), model.head)
+    hidden = hidden_states(ops, model, tokens)
+    ops.borrow(model.head)
+    return loss.liger_linear_cross_entropy(ops, hidden, model.head)
 
 
 def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
@@ -131,9 +142,9 @@ def backward(ops: Ops, result: Tensor) -> None:
 
 def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
     """Embedding, images, layers and final norm."""
-    x = ops.embedding(rows, model.embedding)
-    if model.input_requires_grad and x.node is None and ops.grad_enabled:
-        x.node = Leaf(keeps=x.storage)
+    ops.begin_container()
+    x = ops.embedding(rows, model.embedding, as_leaf=model.input_requires_grad)
+    ops.begin_container()  # the rotary tables, which take no gradient
     if model.noise and ops.grad_enabled:
         x = ops.clone(x)
     features, stacked = None, list[Tensor]()
@@ -154,7 +165,7 @@ def hidden_states(ops: Ops, model: Model, rows: int) -> Tensor:
             x = tower.stack(ops, x, stacked.pop(0))
     x = segment.layer.norm_with(ops, x, model.final_norm)
     del held, features
-    return x
+    return ops.end_container(x)
 
 
 def _run(ops: Ops, kind: str, segment: Segment, x: Tensor) -> Tensor:

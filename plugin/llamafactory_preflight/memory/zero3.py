@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
+from llamafactory_preflight.memory.module_hooks import BORROWERS
 from llamafactory_preflight.memory.paper import Ledger, Storage
 from llamafactory_preflight.memory.sharding import Key, Parameter
 from llamafactory_preflight.zero import ZeroPlan
@@ -41,7 +42,10 @@ class _Gathered:
 
 
 class _Fetch:
-    """Several parameters gathered in one flat tensor, out of which each is copied when the first is waited for."""
+    """Several parameters gathered in one flat tensor, out of which each is copied when the first is waited for.
+
+    Of a parameter that is gathered alone `flat` is what communication reads.
+    """
 
     def __init__(self, members: Sequence[_Gathered], flat: Storage | None) -> None:
         self.members, self.flat, self.done = members, flat, False
@@ -70,6 +74,7 @@ class Coordinator:
         self.fetched: dict[_Gathered, int] = {}
         self.uses: dict[_Gathered, list[int]] = {}
         self.passed: list[int] = []
+        self.borrowed: set[Key] = set()
 
     def begin_forward(self) -> None:
         """reset_step: at the second micro-step the recorded order is complete."""
@@ -91,10 +96,20 @@ class Coordinator:
     def enter(self, module: str, key: Key) -> None:
         """fetch_sub_module: gathers what the module needs, and what comes next."""
         members = self._members(key)
+        if module in BORROWERS and key not in self.borrowed:  # nobody knows yet that it will read this weight
+            self._pass(members)
+            return
         self._gather([state for state in members if not state.available and state.handle is None])
         for state in members:
             state.active.add((module, key))
             self._wait(state)
+        self._pass(members)
+
+    def enter_container(self) -> None:
+        """A module without a weight fetches ahead like any other."""
+        self._pass(())
+
+    def _pass(self, members: tuple[_Gathered, ...]) -> None:
         if self.complete:
             self._prefetch(members)
         else:
@@ -107,6 +122,16 @@ class Coordinator:
             state.active.discard((module, key))
             if self._may_go(state):
                 self._release(state)
+
+    def borrow(self, key: Key) -> None:
+        """ZeROOrderedDict.__getitem__: the first time it is found out as it is read, and gathered with a copy."""
+        state = self.states[key]
+        if not state.available:
+            self.borrowed.add(key)
+            flat = self._storage(state.part * self.world)
+            state.storage = self._storage(state.numel)
+            state.available, state.handle = True, None
+            del flat
 
     def release_leftovers(self) -> None:
         """After the backward, from DeepSpeed 0.19.6 on: what nobody let go, as its input has no gradient."""
@@ -182,10 +207,11 @@ class Coordinator:
         parts = sum(state.part for state in states)
         flat = self._storage(parts * self.world)
         copies = self._storage(sum(state.part for state in states if state.on_host))
+        if len(states) == 1:  # gathered in place; communication holds the copy of this rank's shard until it is done
+            states[0].storage, fetch = flat, _Fetch((), copies)
+        else:
+            fetch = _Fetch(tuple(states), flat)
         del copies
-        fetch = _Fetch(tuple(states) if len(states) > 1 else (), flat)
-        if len(states) == 1:
-            states[0].storage, fetch.flat = flat, None
         for state in states:
             state.handle = fetch
 
