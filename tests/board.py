@@ -161,7 +161,7 @@ class BoardPage:
 
     def field(self, label: str) -> Any:
         """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
-        return self.page.get_by_label(re.compile(f"^(number input for )?{re.escape(label)}")).first
+        return self.page.get_by_label(re.compile(rf"^\s*(number input for )?{label}")).first
 
     def choose(self, label: str, option: str) -> None:
         """Picks an entry of a menu by its beginning."""

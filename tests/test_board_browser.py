@@ -96,8 +96,9 @@ def shared(browser: Any, address: str) -> Iterator[board.BoardPage]:
 
 
 @pytest.fixture
-def page(shared: board.BoardPage, plain_errors: list[str]) -> Iterator[board.BoardPage]:
+def page(shared: board.BoardPage, plain_errors: list[str], folder: Path) -> Iterator[board.BoardPage]:
     shared.console_errors.clear()
+    (folder / "llamaboard_cache" / "user_config.yaml").unlink(missing_ok=True)  # the last model and the language
     yield shared.open()
     assert [error for error in shared.console_errors if error not in plain_errors] == []
     assert "Traceback" not in shared.page.content()

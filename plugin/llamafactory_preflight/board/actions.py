@@ -132,9 +132,10 @@ class Actions:
 
     def refresh_when_answered(self, data: Data, request: gr.Request) -> Updates:
         """After `refresh`: once more when the hub has answered."""
-        if session.of(request).is_asking and MODELS.wait():
-            return self.refresh(data, request)
-        return {self.ours["panel"]: gr.update()}
+        if not session.of(request).is_asking:
+            return {self.ours["panel"]: gr.update()}
+        MODELS.wait()
+        return self.refresh(data, request)
 
     def sample_soon(self, lang: str) -> Any:
         """A sample was asked for."""

@@ -69,8 +69,7 @@ class Lookup:
             raise StillAsking(f"The hub is asked about {name}")
         return question.answer.result()
 
-    def wait(self) -> bool:
-        """Waits until everything that was asked is answered; False if there was nothing to wait for."""
+    def wait(self) -> None:
+        """Waits until everything that was asked is answered, but not for long."""
         pending = [question.answer for question in self._questions.values() if not question.answer.done()]
         wait(pending, timeout=LONGEST_WAIT_SECONDS)
-        return bool(pending)

@@ -130,7 +130,8 @@ def _result(engine: Any, data: Updates) -> Result | None:
     try:
         arguments = common._clean_cmd(engine.runner._parse_train_args(data))
         looked = look(arguments)
-        if looked.asking and MODELS.wait():
+        if looked.asking:
+            MODELS.wait()
             looked = look(arguments)
         return looked.result
     except UserError:
