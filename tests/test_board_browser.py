@@ -116,7 +116,8 @@ def same_page(browser: Any, address: str, plain_errors: list[str]) -> Iterator[b
 def screenshot(page: board.BoardPage, name: str) -> None:
     if SCREENSHOTS:
         Path(SCREENSHOTS).mkdir(parents=True, exist_ok=True)
-        page.page.screenshot(path=Path(SCREENSHOTS, f"{name}.png"))
+        page.page.locator("#preflight").screenshot(path=Path(SCREENSHOTS, f"{name}_panel.png"))
+        page.page.screenshot(path=Path(SCREENSHOTS, f"{name}.png"), full_page=True)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -305,3 +306,66 @@ def test_a_failed_training_says_why_in_short(page: board.BoardPage) -> None:
     assert "Whole output" in page.output()
     assert len(page.output()) < 1500
     screenshot(page, "failed")
+
+
+def test_the_template_is_checked_and_a_sample_shown(page: board.BoardPage) -> None:
+    page.preset("CPU / any", "cpu_smoke")
+    assert page.page.get_by_text("The template matches Qwen3.").is_visible()
+    page.choose("Chat template", "llama3")
+    assert page.page.get_by_text("not with `llama3`").is_visible()
+    page.press("Use qwen3")
+    assert page.field("Chat template").input_value() == "qwen3"
+    page.page.locator("button:visible", has_text="Show a sample").click()
+    sample = page.page.locator(".preflight pre mark").first
+    sample.wait_for(timeout=120_000)
+    shown = page.page.locator(".preflight pre")
+    assert "<|im_start|>assistant" in shown.inner_text() and "<|im_start|>" not in sample.inner_text()
+    screenshot(page, "sample")
+
+
+def test_every_element_of_ours_has_a_name_and_is_reached_by_keyboard(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    wanted = ["GPU memory tier", "Hardware preset", "Keep my model and data", "Undo", "Plan for GPU", "Number of GPUs"]
+    page.field("GPU memory tier").focus()
+    reached = []
+    for _ in range(30):
+        reached.append(
+            page.page.evaluate(
+                "(document.activeElement.ariaLabel || '') + document.activeElement.innerText"
+                " + (document.activeElement.labels?.[0]?.innerText || '')"
+            )
+        )
+        page.page.keyboard.press("Tab")
+        page.page.wait_for_timeout(30)
+    assert [name for name in wanted if not any(name in text for text in reached)] == []
+    assert any("→" in text for text in reached)  # a remedy
+    assert page.page.locator("#preflight-panel [role=img]").get_attribute("aria-label")
+    assert page.page.locator("#preflight-panel [role=status]").count() == 1
+
+
+OVERLAPS = """() => {
+  const ours = '.preflight, .preflight-remedies button';
+  const boxes = [...document.querySelectorAll(`${ours}, .tabitem input, .tabitem button`)]
+    .filter(item => item.checkVisibility() && item.getBoundingClientRect().width > 2)
+    .map(item => [item, item.getBoundingClientRect()]);
+  const wide = document.documentElement.scrollWidth > window.innerWidth + 1 ? ['the page scrolls sideways'] : [];
+  const outside = boxes.filter(([, box]) => box.right > window.innerWidth + 1);
+  const cut = outside.map(([item]) => item.outerHTML.slice(0, 90));
+  const crossed = [];
+  for (const [one, a] of boxes.filter(([item]) => item.closest('.preflight, .preflight-remedies')))
+    for (const [other, b] of boxes)
+      if (one !== other && !one.contains(other) && !other.contains(one) && a.left < b.right - 1 && b.left < a.right - 1
+          && a.top < b.bottom - 1 && b.top < a.bottom - 1) crossed.push(other.outerHTML.slice(0, 90));
+  return [...wide, ...cut, ...crossed];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_nothing_overlaps_or_is_cut_off(page: board.BoardPage, width: int) -> None:
+    page.preset("24 GB", "24gb_lora")
+    page.page.set_viewport_size({"width": width, "height": 900})
+    page.page.wait_for_timeout(500)
+    screenshot(page, f"width_{width}")
+    found = page.page.evaluate(OVERLAPS)
+    page.page.set_viewport_size({"width": 1280, "height": 900})
+    assert found == []

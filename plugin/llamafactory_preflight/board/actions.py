@@ -119,6 +119,7 @@ class Actions:
         except Exception as error:
             handoff.warn_once(f"the memory panel has a fault ({type(error).__name__}: {error})")
             shown = panel.message("fault", lang)
+        last = current.changes[-1:]
         return {
             self.ours["panel"]: gr.update(value=shown),
             self.ours["remedies_box"]: gr.update(visible=bool(buttons)),
@@ -127,6 +128,7 @@ class Actions:
                 button: gr.update(visible=bool(text), value=text)
                 for button, text in zip_longest(self.ours["remedies"], buttons, fillvalue="")
             },
+            self.ours["changes"]: gr.update(**({"value": _as_table(last[0], lang)} if last else {})),
             **self._template(values, lang),
         }
 

@@ -60,7 +60,7 @@ class Page:
         actions = Actions(self.engine, inputs, ours, self.available)
         every = {*inputs.values(), ours["preset"], ours["keep"], ours["card"], ours["num_cards"]}
         fills = [*inputs.values(), *(ours[name] for name in ("changes_row", "changes", "undo", "preset", "num_cards"))]
-        told = ("panel", "remedies_box", "remedies_title", "template_words", "template_use")
+        told = ("panel", "remedies_box", "remedies_title", "changes", "template_words", "template_use")
         shows = [*(ours[name] for name in told), *ours["remedies"]]
         raw: dict[str, Any] = {**QUIET, "preprocess": False}  # also what a slider would refuse is to be judged
 
@@ -93,7 +93,7 @@ def build(engine: Any) -> Page:
     missing = [name for name, element in above.items() if element is None]
     missing += [name for name in start.REPLACED if not callable(getattr(engine.runner, name, None))]
     if missing:
-        raise LookupError(f"LLaMA-Board has no {', '.join(missing)}")
+        raise LookupError(f"LLaMA-Board has no {', '.join(missing)}; it runs without presets and memory panel")
     available = tuple(presets.available())
     LOCALES.update(LABELS)
     for lang in LANGUAGES:
@@ -106,7 +106,7 @@ def build(engine: Any) -> Page:
 def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
     tier = menu.suggested(available, device.visible())
     ours: dict[str, Any] = {}
-    with gr.Column() as ours["frame"]:
+    with gr.Column(elem_id="preflight") as ours["frame"]:
         with gr.Row():
             ours["tier"] = gr.Dropdown(choices=menu.tiers(available), value=tier, scale=2, min_width=160)
             ours["preset"] = gr.Dropdown(choices=menu.of_tier(available, tier), value=None, scale=5, min_width=240)
