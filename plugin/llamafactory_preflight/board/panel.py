@@ -42,7 +42,8 @@ STYLE = """<style>
 .preflight .gradients { --part: #009e73; } .preflight .optimizer { --part: #f0e442; }
 .preflight .activations { --part: #e69f00; } .preflight .logits { --part: #d55e00; }
 .preflight .buffers { --part: #cc79a7; } .preflight .on_top { --part: #7a5195; }
-.preflight .slack { --part: #b0b7bf; } .preflight .context, .preflight .nccl, .preflight .libraries { --part: #767d86; }
+.preflight .slack { --part: #b0b7bf; }
+.preflight .context, .preflight .nccl, .preflight .libraries { --part: #767d86; }
 .preflight details { margin: 0 0 6px; } .preflight summary { cursor: pointer; }
 .preflight td, .preflight th { padding: 1px 10px 1px 0; text-align: left; vertical-align: top; font-weight: normal; }
 .preflight pre { white-space: pre-wrap; max-height: 320px; overflow: auto; padding: 8px; margin: 0 0 6px;
