@@ -199,7 +199,8 @@ class BoardPage:
 
     def output(self) -> str:
         """The text of the box below the buttons."""
-        return str(self.page.locator("[data-testid=markdown]:visible").last.inner_text())
+        texts = self.page.locator("[data-testid=markdown]:visible").all_inner_texts()
+        return str(texts[-1]) if texts else ""
 
     def command(self) -> dict[str, Any]:
         """The arguments in Preview's command, read as the command line would be."""

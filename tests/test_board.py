@@ -170,6 +170,14 @@ def test_the_suggested_tier_is_the_largest_that_the_smallest_card_belongs_to() -
     assert suggested(23.6, 23.6) == "2 x 24 GB"
 
 
+def test_a_card_is_known_by_what_the_menu_shows() -> None:
+    for lang in words.LANGUAGES:
+        choices = menu.card_choices(lang)
+        assert menu.card(choices[0][0]) == menu.card(menu.HERE) == menu.card(None) == ""
+        assert menu.card(choices[1][0]) == menu.card(choices[1][1]) == choices[1][1]
+    assert menu.card("24GiB") == "24GiB"
+
+
 def test_the_board_is_answered_only_for_what_was_filled_in() -> None:
     session = Session()
     filled = {fields.MODEL_NAME: "A", fields.MODEL_PATH: "a/a", fields.TEMPLATE: "qwen3_nothink"}

@@ -65,7 +65,7 @@ class Actions:
             return self._told(panel.message("faulty", self._lang(data), str(error)))
         updates = self._applied(placement, values, current, self._lang(data))
         current.written = frozenset(arguments)
-        if data[self.ours["card"]] not in (None, menu.HERE):
+        if menu.card(data[self.ours["card"]]):
             updates[self.ours["num_cards"]] = gr.update(value=str(chosen.num_gpus))
         watched = (fields.MODEL_NAME, fields.MODEL_PATH, fields.DATASET)
         current.chosen |= {name: placement.values[name] for name in watched if placement.values[name] != values[name]}
@@ -170,8 +170,7 @@ class Actions:
         if not values[fields.MODEL_PATH]:
             return panel.message("no_model", lang), []
         arguments = adapter.as_sent(self.board.parse(values))
-        card, num_cards = data[self.ours["card"]], data[self.ours["num_cards"]]
-        looked = look(arguments, card="" if card in (None, menu.HERE) else str(card), num_cards=num_cards)
+        looked = look(arguments, card=menu.card(data[self.ours["card"]]), num_cards=data[self.ours["num_cards"]])
         if looked.asking:
             current.is_asking = True
             return panel.message("asking", lang), []

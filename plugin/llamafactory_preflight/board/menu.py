@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from llamafactory_preflight import device as cards
-from llamafactory_preflight.board.words import say
+from llamafactory_preflight.board.words import LANGUAGES, say
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.presets import ANY, Preset
 
@@ -38,6 +38,16 @@ def card_choices(lang: str | None = "en") -> list[Choice]:
     found = _machine(cards.visible())
     here = f"{say('this_machine', lang)} ({found})"
     return [(here, HERE), *((f"{name.upper()} ({card.gib:g} GiB)", name) for name, card in cards.CARDS.items())]
+
+
+def card(given: object) -> str:
+    """The card that the menu stands for, as `--gpu` takes it; empty for this machine.
+
+    Leaving a menu that takes other values by keyboard makes its value what it showed.
+    """
+    shown = {label: value for lang in LANGUAGES for label, value in card_choices(lang)}
+    text = shown.get(str(given), str(given or HERE))
+    return "" if text == HERE else text
 
 
 def _machine(devices: Sequence[Device]) -> str:

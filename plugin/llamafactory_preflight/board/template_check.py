@@ -26,6 +26,7 @@ from llamafactory_preflight.templates import families
 
 
 LONGEST_SAMPLE_SECONDS = 180
+NUM_SAMPLES = 16  # tokenized for the one that is shown: the first ones may be faulty
 CLASSES = {(False, False): "prompt", (False, True): "prompt special", (True, False): "", (True, True): "special"}
 
 
@@ -72,7 +73,11 @@ def sample(arguments: Mapping[str, Any], lang: str | None) -> str:
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "run.yaml")
-        file.write_text(yaml.safe_dump(paths.resolve(arguments, beside=None)[0]), encoding="utf-8")
+        few = paths.resolve(arguments, beside=None)[0] | {
+            "max_samples": NUM_SAMPLES,
+            "preprocessing_num_workers": None,
+        }
+        file.write_text(yaml.safe_dump(few), encoding="utf-8")
         command = [sys.executable, "-m", "llamafactory_preflight", "template", str(file), "--sample", "1", "--json"]
         try:
             done = subprocess.run(
@@ -100,7 +105,8 @@ def _as_html(shown: Mapping[str, Any], findings: list[str], lang: str | None) ->
         kind = CLASSES[piece["has_loss"], piece["is_special"]]
         pieces.append(f'<{tag} class="{kind}">{escape(piece["text"])}</{tag}>')
     counts = say("sample_counts", lang, tokens=shown["num_tokens"], trained=shown["num_trained"])
-    notes = "".join(f'<p lang="en">{escape(finding)}</p>' for finding in findings)
+    lines = "".join(f"<p>{escape(finding)}</p>" for finding in findings)
+    notes = f'<details lang="en"><summary>{len(findings)} × preflight</summary>{lines}</details>' if findings else ""
     return panel.page(f'<p>{escape(counts)}</p><pre tabindex="0">{"".join(pieces)}</pre>{notes}')
 
 
