@@ -151,9 +151,9 @@ def test_a_failure_in_short(output: str, told: str) -> None:
     assert len(reason.splitlines()) <= 6
 
 
-def test_output_cannot_write_html() -> None:
-    shown = failure.short("Failed.", "<script>alert(1)</script>\nValueError: x", "en")
-    assert "<script>" not in shown and "<details>" in shown
+def test_a_failure_stays_in_its_block_and_names_the_file_with_all_of_it() -> None:
+    shown = failure.short("Failed.", "Traceback\nValueError: ```<script>", "en", file="saves/x/failed_output.log")
+    assert shown == "Failed.\n\n```text\nValueError: <script>\n```\n\nWhole output: `saves/x/failed_output.log`\n"
 
 
 def test_the_suggested_tier_is_the_largest_that_the_smallest_card_belongs_to() -> None:

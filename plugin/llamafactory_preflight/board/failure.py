@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from html import escape
 
 from llamafactory_preflight.board.words import say
 
 
-LONGEST_OUTPUT = 20_000
 LONGEST_REASON = 1500
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 # Of torchrun, which only says that one of its children failed, and of the launcher, which says it again.
@@ -18,19 +16,22 @@ _EXCEPTION = re.compile(
 )
 
 
-def short(heading: str, output: str, lang: str | None) -> str:
-    """Markdown: the heading, the reason, and all of the output folded away.
+def short(heading: str, output: str, lang: str | None, *, file: str) -> str:
+    """Markdown: the heading, the reason, and where all of the output is.
 
     Args:
         heading: What LLaMA-Board says, with the exit code.
         output: What the training wrote.
         lang: The board's language.
+        file: Where the output was written to, or empty.
     """
-    output = _COLOUR.sub("", output).strip()
-    told = reason(output)[-LONGEST_REASON:]
-    whole = escape(output[-LONGEST_OUTPUT:])
-    folded = f"<details><summary>{escape(say('whole_output', lang))}</summary><pre>{whole}</pre></details>"
-    return f"{heading}\n\n```text\n{told}\n```\n\n{folded}\n" if told else f"{heading}\n\n{folded}\n"
+    told = reason(_COLOUR.sub("", output).strip())[-LONGEST_REASON:].replace("```", "")
+    parts = [
+        heading,
+        f"```text\n{told}\n```" if told else "",
+        f"{say('whole_output', lang)}: `{file}`" if file else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def reason(output: str) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gradio as gr
@@ -24,6 +25,7 @@ from llamafactory_preflight.settings import PREFLIGHT_VARIABLE, Settings
 
 
 Updates = dict[Any, Any]
+OUTPUT = "failed_output.log"
 REPLACED = ("_parse_train_args", "_initialize", "preview_train", "run_train", "load_args", "check_output_dir")
 
 
@@ -94,9 +96,9 @@ def _start(engine: Any, original: Callable[[Updates], Iterator[Updates]]) -> Any
         with _warning_only(confirmed):  # the training is started on the way to the first step
             first = next(steps, None)
         if first is not None:
-            yield _shortened(first, box, lang)
+            yield first
         for updates in steps:
-            yield _shortened(updates, box, lang)
+            yield _shortened(runner, data, updates, box, lang)
 
     return run_train
 
@@ -116,12 +118,16 @@ def _warning_only(confirmed: bool) -> Iterator[None]:
             os.environ[PREFLIGHT_VARIABLE] = before
 
 
-def _shortened(updates: Updates, box: Any, lang: str) -> Updates:
+def _shortened(runner: Any, data: Updates, updates: Updates, box: Any, lang: str) -> Updates:
     text = updates.get(box)
-    failed = ALERTS["err_failed"][lang]
-    if isinstance(text, str) and text.startswith(failed) and "\n\n```\n" in text:
+    if isinstance(text, str) and text.startswith(ALERTS["err_failed"][lang]) and "\n\n```\n" in text:
         heading, _, output = text.partition("\n\n```\n")
-        updates[box] = failure.short(heading, output.rstrip().removesuffix("```"), lang)
+        output = output.rstrip().removesuffix("```")
+        file = Path(runner._parse_train_args(data)["output_dir"], OUTPUT)
+        written = False
+        with suppress(OSError):
+            written = bool(file.write_text(output, encoding="utf-8"))
+        updates[box] = failure.short(heading, output, lang, file=str(file) if written else "")
     return updates
 
 
