@@ -128,7 +128,7 @@ class Actions:
                 button: gr.update(visible=bool(text), value=text)
                 for button, text in zip_longest(self.ours["remedies"], buttons, fillvalue="")
             },
-            self.ours["changes"]: gr.update(**({"value": _as_table(last[0], lang)} if last else {})),
+            self.ours["changes"]: gr.update(value=_as_table(last[0], lang)) if last else gr.update(),
             **self._template(values, lang),
         }
 

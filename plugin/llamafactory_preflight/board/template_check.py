@@ -106,7 +106,11 @@ def _as_html(shown: Mapping[str, Any], findings: list[str], lang: str | None) ->
         pieces.append(f'<{tag} class="{kind}">{escape(piece["text"])}</{tag}>')
     counts = say("sample_counts", lang, tokens=shown["num_tokens"], trained=shown["num_trained"])
     lines = "".join(f"<p>{escape(finding)}</p>" for finding in findings)
-    notes = f'<details lang="en"><summary>{len(findings)} × preflight</summary>{lines}</details>' if findings else ""
+    notes = (
+        f'<details lang="en"><summary>llamafactory-preflight ({len(findings)})</summary>{lines}</details>'
+        if findings
+        else ""
+    )
     return panel.page(f'<p>{escape(counts)}</p><pre tabindex="0">{"".join(pieces)}</pre>{notes}')
 
 
