@@ -14,7 +14,8 @@ from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, estimate, inference_estimate
 from llamafactory_preflight.memory.checkpointing import non_reentrant, reentrant
 from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT32
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Leaf, Ledger, Storage, Tensor, run_backward
 from llamafactory_preflight.memory.refusals import OTHER_CODE
 from llamafactory_preflight.memory.result import PHASES

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import dtypes, norms
 from llamafactory_preflight.memory.attention import matmul
 from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32, INT8
+from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.module_hooks import ADAPTER
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 

@@ -12,7 +12,8 @@ from llamafactory_preflight.memory.batch import Batch, attention_kernel
 from llamafactory_preflight.memory.checkpointing import checkpointing_kind, hooks_inputs
 from llamafactory_preflight.memory.decoder import DecoderLayer, Inputs, Kernels
 from llamafactory_preflight.memory.dtypes import BOOL, FLOAT32, INT64
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization

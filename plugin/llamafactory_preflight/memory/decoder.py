@@ -10,8 +10,9 @@ from llamafactory_preflight.memory.adapters import Linear
 from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.expert_list import ExpertList
 from llamafactory_preflight.memory.experts import Experts
+from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.mlp import gated_mlp
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Tensor
 
 

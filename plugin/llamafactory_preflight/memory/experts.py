@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.attention import softmax
 from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor
 
 

@@ -5,142 +5,14 @@ Each one names the PyTorch function it stands for. Sizes are elements; `dtype` i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
-
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.module_hooks import PEFT_MODEL, Key, Modules
-from llamafactory_preflight.memory.paper import Gradients, Leaf, Ledger, Node, Storage, Tensor
+from llamafactory_preflight.memory.graph import Graph, Weight
+from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor
 
 
-class Weight(Tensor):
-    """A parameter of a linear or norm layer.
-
-    Attributes:
-        width: Input features (1 for a norm's weight).
-        key: Its layer and name, where ranks share it.
-    """
-
-    __slots__ = ("key", "width")
-
-    def __init__(
-        self,
-        numel: int,
-        dtype: int,
-        storage: Storage,
-        *,
-        width: int = 1,
-        leaf: Leaf | None = None,
-        key: Key | None = None,
-    ) -> None:
-        super().__init__(numel, dtype, storage, leaf)
-        self.width, self.key = width, key
-
-
-class Ops:
-    """PyTorch's functional interface on paper, with its grad mode and its autocast cache.
-
-    Args:
-        ledger: Books every byte.
-        autocast_dtype: The autocast type, or None when the loop runs without autocast (`pure_bf16`).
-    """
-
-    def __init__(self, ledger: Ledger, *, autocast_dtype: int | None) -> None:
-        self.ledger = ledger
-        self.autocast_dtype = autocast_dtype
-        self.autocast_cache: dict[Tensor, Tensor] | None = None
-        self.grad_enabled = True
-        self.saved_hook: Callable[[Node], None] | None = None
-        self.modules: Modules | None = None
-        self._clock = 0
-
-    # graph -------------------------------------------------------------------------------------------------------
-
-    def empty(self, numel: int, dtype: int, component: str = "activations") -> Tensor:
-        """A new tensor outside of the graph."""
-        return Tensor(numel, dtype, Storage(self.ledger, numel * dtypes.size(dtype), component))
-
-    def storage(self, size: int, component: str = "activations") -> Storage:
-        """Bytes without a tensor: gradients and scratch."""
-        return Storage(self.ledger, size, component)
-
-    def link(
-        self,
-        out: Tensor,
-        inputs: tuple[Tensor, ...],
-        saved: tuple[Storage, ...],
-        backward: Callable[[Storage, tuple[Storage, ...]], Gradients],
-    ) -> Tensor:
-        """Puts `out` into the graph if a gradient is wanted by any input."""
-        if self.grad_enabled and any(x.node is not None for x in inputs):
-            self._clock += 1
-            out.node = Node(self._clock, tuple(x.node for x in inputs), saved, backward)
-            if self.saved_hook is not None and saved:
-                self.saved_hook(out.node)
-        return out
-
-    @contextmanager
-    def no_grad(self) -> Iterator[None]:
-        """torch.no_grad."""
-        before, self.grad_enabled = self.grad_enabled, False
-        try:
-            yield
-        finally:
-            self.grad_enabled = before
-
-    @contextmanager
-    def enable_grad(self) -> Iterator[None]:
-        """torch.enable_grad."""
-        before, self.grad_enabled = self.grad_enabled, True
-        try:
-            yield
-        finally:
-            self.grad_enabled = before
-
-    @contextmanager
-    def autocast(self) -> Iterator[None]:
-        """torch.autocast: the outermost exit drops the cache of cast weights."""
-        if self.autocast_dtype is None or self.autocast_cache is not None:
-            yield
-            return
-        self.autocast_cache = {}
-        try:
-            yield
-        finally:
-            self.autocast_cache = None
-
-    def module(self, x: Tensor, weight: Weight, run: Callable[[Tensor], Tensor], *, name: str = "own") -> Tensor:
-        """Runs a module of one weight with the hooks around it, which live in functions on its input and output."""
-        modules, key = self.modules, weight.key
-        if modules is None or key is None:
-            return run(x)
-
-        modules.enter(name, key)
-        out = run(self._hooked(x, partial(modules.leave, name, key)))
-        modules.leave(name, key)
-        if name == PEFT_MODEL:  # answers for the model it wraps, whose hook takes the place of its own
-            return self._hooked(out, modules.enter_container)
-        return self._hooked(out, partial(modules.enter, name, key))
-
-    def _hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
-        """The same tensor behind a function whose backward runs a hook."""
-
-        def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
-            hook()
-            return (grad,)
-
-        return self.link(x.detach(), (x,), (), backward)
-
-    def begin_container(self) -> None:
-        """A module without a weight of its own begins its forward."""
-        if self.modules is not None:
-            self.modules.enter_container()
-
-    def end_container(self, x: Tensor) -> Tensor:
-        """It ends with this output, whose gradient meets the module's hook."""
-        return x if self.modules is None else self._hooked(x, self.modules.enter_container)
+class Ops(Graph):
+    """PyTorch's functional interface on paper."""
 
     # casts -------------------------------------------------------------------------------------------------------
 
@@ -299,8 +171,3 @@ class Ops:
         if as_leaf and out.node is None and self.grad_enabled:
             out.node = Leaf(keeps=out.storage)
         return out
-
-    def borrow(self, weight: Weight) -> None:
-        """Reads a weight outside of its own module."""
-        if self.modules is not None and weight.key is not None:
-            self.modules.borrow(weight.key)

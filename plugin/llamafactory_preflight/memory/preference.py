@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.memory import loss, step
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Tensor
 from llamafactory_preflight.memory.step import Model
 from llamafactory_preflight.run import RunDescription

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import checkpointing, loss, tower
 from llamafactory_preflight.memory.decoder import DecoderLayer
 from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.growth import Growth
 from llamafactory_preflight.memory.module_hooks import MODEL, PEFT_MODEL
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Storage, Tensor, run_backward
 
 

@@ -17,8 +17,9 @@ from llamafactory_preflight.memory.attention import AttentionCall
 from llamafactory_preflight.memory.batch import Batch
 from llamafactory_preflight.memory.decoder import Kernels
 from llamafactory_preflight.memory.dtypes import FLOAT32
+from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.growth import Growth
-from llamafactory_preflight.memory.ops import Ops, Weight
+from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Leaf, Storage, Tensor
 from llamafactory_preflight.vision_shape import TowerShape
 
