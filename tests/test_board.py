@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import board as boards
-from llamafactory_preflight import presets, remedies, schema
+from llamafactory_preflight import changes, presets, schema
 from llamafactory_preflight.board import failure, fields, menu, place, words
 from llamafactory_preflight.board.fields import Element
 from llamafactory_preflight.board.lookup import Lookup, StillAsking
@@ -98,7 +98,7 @@ def test_every_text_has_five_languages_with_the_same_places_to_fill() -> None:
 
 
 def test_every_cost_of_a_remedy_is_translated() -> None:
-    source = Path(remedies.__file__).read_text(encoding="utf-8")
+    source = Path(changes.__file__).read_text(encoding="utf-8")
     found = set(re.findall(r'costs="(\w[^"]+)"', source))
     assert found and found <= set(words.COSTS)
     joined = "; ".join(sorted(found))

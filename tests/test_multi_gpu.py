@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import machine, memory, remedies
+from llamafactory_preflight import changes, machine, memory, remedies
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
 from llamafactory_preflight.memory.offload import HostMemory
@@ -201,7 +201,7 @@ def test_the_launcher_decides_how_many_train_together() -> None:
 
 
 FILES = tuple(
-    remedies.DeepSpeedFile(f"zero{stage}{'_offload' * bool(offload)}.json", deepspeed(stage, offload=offload))
+    changes.DeepSpeedFile(f"zero{stage}{'_offload' * bool(offload)}.json", deepspeed(stage, offload=offload))
     for stage, offload in ((2, ""), (3, ""), (2, "o"), (3, "op"))
 )
 
@@ -237,7 +237,7 @@ def test_zero_is_proposed_to_several_gpus_by_its_file() -> None:
 )
 def test_zero_is_proposed_only_where_llamafactory_takes_it(settings: dict[str, Any], stages: list[int]) -> None:
     run = RunDescription(model_name_or_path="m", optim="adamw_torch", **settings)
-    proposed = [change.set["deepspeed"] for change in remedies.sharding(run, FILES)]
+    proposed = [change.set["deepspeed"] for change in changes.sharding(run, FILES)]
     assert [file["zero_optimization"]["stage"] for file in proposed] == stages
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import memory, remedies, verdict
+from llamafactory_preflight import changes, memory, remedies, verdict
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.remedies import Remedy
@@ -146,20 +146,20 @@ def test_what_costs_nothing_comes_first_and_alone_if_it_suffices() -> None:
 def test_nothing_is_proposed_that_needs_a_missing_package(missing: str, key: str) -> None:
     run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, per_device_train_batch_size=8)
     bare = dataclasses.replace(SOFTWARE, **{missing: None})
-    assert key in {name for change in remedies.changes(run, "qwen3", software=SOFTWARE) for name in change.set}
-    assert key not in {name for change in remedies.changes(run, "qwen3", software=bare) for name in change.set}
+    assert key in {name for change in changes.changes(run, "qwen3", software=SOFTWARE) for name in change.set}
+    assert key not in {name for change in changes.changes(run, "qwen3", software=bare) for name in change.set}
 
 
 def test_pissa_is_never_quantized() -> None:
     run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, pissa_init=True)
-    sets = [change.set for change in remedies.changes(run, "qwen3", software=SOFTWARE)]
+    sets = [change.set for change in changes.changes(run, "qwen3", software=SOFTWARE)]
     assert all("quantization_bit" not in changed for changed in sets)
 
 
 def test_a_combination_has_no_change_that_it_fits_without(cases: list[Case]) -> None:
     tried = 0
     for case in cases:
-        paid = [change.set for change in remedies.changes(case.run, "qwen3", software=SOFTWARE) if not change.free]
+        paid = [change.set for change in changes.changes(case.run, "qwen3", software=SOFTWARE) if not change.free]
         for remedy in case.found:
             parts = [part for part in paid if part.items() <= remedy.set.items()]
             for part in parts if len(parts) > 1 else ():
@@ -169,3 +169,39 @@ def test_a_combination_has_no_change_that_it_fits_without(cases: list[Case]) -> 
                 assert not fitting(case.budget)(estimate), (case.name, remedy.line, part)
                 tried += 1
     assert tried
+
+
+def searched(run: RunDescription, budget: int) -> tuple[tuple[Remedy, ...], int]:
+    """What is proposed for a run of the 8B model, and how many predictions that took."""
+    predicted = 0
+
+    def predict(changed: RunDescription) -> MemoryEstimate:
+        nonlocal predicted
+        predicted += 1
+        return memory.estimate(changed, shape("8b"), software=SOFTWARE)
+
+    found = remedies.remedies(run, "qwen3", software=SOFTWARE, predict=predict, fits=fitting(budget))
+    return found, predicted
+
+
+@pytest.mark.parametrize("cutoff", [131_072, 2**31 - 1])
+def test_a_long_cutoff_is_shortened_in_a_few_predictions(cutoff: int) -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, cutoff_len=cutoff)
+    found, predicted = searched(run, 23 * GIB)
+    (remedy,) = found
+    assert 1024 <= remedy.set["cutoff_len"] <= 32_768
+    assert predicted < 60
+
+
+def test_a_batch_is_cut_to_any_divisor() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, per_device_train_batch_size=9)
+    sets = [change.set for change in changes.changes(run, "qwen3", software=SOFTWARE)]
+    cut = [(s["per_device_train_batch_size"], s["gradient_accumulation_steps"]) for s in sets if len(s) == 2]
+    assert cut[:2] == [(3, 3), (1, 9)]
+
+
+def test_a_combination_names_only_what_is_paid() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, finetuning_type="full", cutoff_len=16384)
+    (remedy,), _ = searched(run, 22 * GIB)
+    assert remedy.set["enable_liger_kernel"] and len(remedy.set) > 2
+    assert "nothing" not in remedy.costs

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from llamafactory_preflight import (
     arguments,
+    changes,
     checkpoint_size,
     disk,
     findings,
@@ -256,7 +257,7 @@ def _remedies(
         software=software,
         predict=predict,
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
-        shards=remedies.deepspeed_files(paths.pack_folder())
+        shards=changes.deepspeed_files(paths.pack_folder())
         if ranks.world > 1 and software.deepspeed is not None
         else (),
     )

@@ -6,12 +6,12 @@ settings or that needs a package which is not installed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import groupby
 from typing import Any
 
+from llamafactory_preflight.changes import Change, DeepSpeedFile, changes
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.run import RunDescription
@@ -20,27 +20,9 @@ from llamafactory_preflight.software import Software
 
 Predict = Callable[[RunDescription], MemoryEstimate]
 Fits = Callable[[MemoryEstimate], bool]
-Changes = Callable[[RunDescription], Iterable["Change"]]
+Candidates = Callable[[RunDescription], Iterable[Change]]
 
-LIGER_MODEL_TYPES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma3_text"})
-"""Those of our families that llamafactory/model/model_utils/liger_kernel.py knows."""
-CUTOFF_STEP = 256
-SHORTEST_CUTOFF = 256
-
-
-class DeepSpeedFile(dict[str, Any]):
-    """A DeepSpeed configuration of ours, which is set by the path that it is found under."""
-
-    def __init__(self, path: str, config: Mapping[str, Any]) -> None:
-        super().__init__(config)
-        self.path = path
-
-
-def deepspeed_files(pack: Path | None) -> tuple[DeepSpeedFile, ...]:
-    """The pack's DeepSpeed files as far as they are there, the least costly first."""
-    names = [f"deepspeed_configs/{name}.json" for name in ("zero2", "zero3", "zero2_offload", "zero3_offload")]
-    found = [name for name in names if pack is not None and (pack / name).is_file()]
-    return tuple(DeepSpeedFile(name, json.loads((Path(str(pack)) / name).read_text())) for name in found)
+FEW_RUNGS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,15 +43,6 @@ class Remedy:
     def line(self) -> str:
         """The change as it is appended to a command line."""
         return " ".join(items(self.set))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A candidate: what it sets and what it costs; `free` changes cost nothing and go with every remedy."""
-
-    set: Mapping[str, Any]
-    costs: str
-    free: bool = False
 
 
 def remedies(
@@ -99,139 +72,133 @@ def remedies(
     """
 
     def candidates(changed: RunDescription) -> Iterator[Change]:
-        found = [*changes(changed, model_type, software=software), *sharding(changed, shards)]
+        found = changes(changed, model_type, software=software, shards=shards)
         return (change for change in found if change.free or not kept & change.set.keys())
 
+    search = _Search(run, predict, fits)
     free = [change for change in candidates(run) if change.free]
-    base = _merged(change.set for change in free)
     if free:
-        remedy = _tried(run, base, "; ".join(change.costs for change in free), predict)
-        if remedy is not None and fits(remedy.estimate):
+        remedy = search.fitting(free)
+        if remedy is not None:
             return (remedy,)
-    single: dict[str, Remedy] = {}
-    for change in candidates(replace(run, **base)):
-        key = next(iter(change.set))
-        if change.free or key in single:
-            continue
-        remedy = _tried(run, _merged((base, change.set)), change.costs, predict)
-        if remedy is not None and fits(remedy.estimate):
-            single[key] = remedy
-    if single:
-        return tuple(single.values())
-    combined = _combination(run, candidates, predict=predict, fits=fits)
+    ladders = _ladders(candidates(replace(run, **_merged(free))))
+    single = [search.mildest(rungs, beside=free) for rungs in ladders if not rungs[0].free]
+    if any(single):
+        return tuple(remedy for remedy in single if remedy is not None)
+    combined = _combination(search, candidates)
     return () if combined is None else (combined,)
 
 
-def changes(run: RunDescription, model_type: str, *, software: Software) -> Iterator[Change]:
-    """Every change that applies to a run, ordered by its cost: nothing, speed, precision, what is learnt from."""
-    adapters = run.finetuning_type in ("lora", "oft")
-    if not run.enable_liger_kernel and model_type in LIGER_MODEL_TYPES and software.liger_kernel is not None:
-        yield Change(set={"enable_liger_kernel": True}, costs="nothing, it is faster", free=True)
-    if run.optim == "adamw_torch" and _plain_adamw(run) and software.at_least("torch", 2, 8):
-        yield Change(set={"optim": "adamw_torch_fused"}, costs="nothing, it is faster", free=True)
-    if _evaluates(run) and run.per_device_eval_batch_size > 1:
-        yield Change(set={"per_device_eval_batch_size": 1}, costs="a slower evaluation")
-    if run.disable_gradient_checkpointing and not run.gradient_checkpointing:
-        yield Change(set={"disable_gradient_checkpointing": False}, costs="about a third more time a step")
-    batch = run.per_device_train_batch_size
-    while batch > 1:
-        batch = batch // 2 if batch % 2 == 0 else 1
-        accumulation = run.gradient_accumulation_steps * run.per_device_train_batch_size // batch
-        yield Change(
-            set={"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulation},
-            costs="some speed; the effective batch stays",
-        )
-    if not run.use_unsloth_gc and not run.disable_gradient_checkpointing:
-        yield Change(set={"use_unsloth_gc": True}, costs="some speed and main memory")
-    if run.finetuning_type in ("full", "freeze") and _plain_adamw(run) and software.bitsandbytes and not run.deepspeed:
-        yield Change(set={"optim": "paged_adamw_8bit"}, costs="some speed; 8-bit optimizer states in main memory")
-    if run.finetuning_type in ("full", "freeze") and run.bf16 and run.deepspeed is None:
-        yield Change(set={"bf16": False, "pure_bf16": True}, costs="precision: no float32 master weights")
-    if adapters and run.quantization_bit is None and _may_quantize(run) and software.bitsandbytes is not None:
-        yield Change(set={"quantization_bit": 4}, costs="some precision and speed: base weights in 4 bit")
-    if run.finetuning_type == "full" and run.stage in ("pt", "sft", "dpo", "kto", "rm"):
-        yield Change(set={"finetuning_type": "lora"}, costs="another method: adapters instead of all weights")
-    shorter = (run.cutoff_len - 1) // CUTOFF_STEP * CUTOFF_STEP
-    for cutoff in range(shorter, SHORTEST_CUTOFF - 1, -CUTOFF_STEP):
-        yield Change(set={"cutoff_len": cutoff}, costs="longer samples are cut off")
+class _Search:
+    """Tries changes on the prediction and remembers it: under DeepSpeed one takes a tenth of a second.
+
+    Args:
+        run: The run that does not fit.
+        predict: Predicts a changed run.
+        fits: Whether a prediction is within the budget for certain.
+    """
+
+    def __init__(self, run: RunDescription, predict: Predict, fits: Fits) -> None:
+        self.run, self._predict, self._fits = run, predict, fits
+        self._known: dict[str, MemoryEstimate | None] = {}
+
+    def tried(self, taken: Sequence[Change]) -> Remedy | None:
+        """The run with some changes, or None where that has no formula."""
+        changed = _merged(taken)
+        printed = {key: value.path if isinstance(value, DeepSpeedFile) else value for key, value in changed.items()}
+        key = repr(sorted(printed.items()))
+        if key not in self._known:
+            try:
+                self._known[key] = self._predict(replace(self.run, **changed))
+            except Unmodelled:
+                self._known[key] = None
+        estimate = self._known[key]
+        paid = [change for change in taken if not change.free]
+        costs = "; ".join(change.costs for change in paid or taken)
+        return None if estimate is None else Remedy(set=printed, costs=costs, estimate=estimate)
+
+    def fitting(self, taken: Sequence[Change]) -> Remedy | None:
+        """The run with some changes, or None where it does not fit."""
+        remedy = self.tried(taken)
+        return remedy if remedy is not None and self._fits(remedy.estimate) else None
+
+    def mildest(self, rungs: Sequence[Change], *, beside: Sequence[Change]) -> Remedy | None:
+        """The first rung that the run fits with, or None."""
+        found = self.mildest_rung(rungs, beside=beside)
+        return None if found is None else self.fitting([*beside, found])
+
+    def mildest_rung(self, rungs: Sequence[Change], *, beside: Sequence[Change]) -> Change | None:
+        """As `mildest`, but the rung itself."""
+        if len(rungs) <= FEW_RUNGS:  # DeepSpeed's files among them, which need not take less one after the other
+            return next((rung for rung in rungs if self.fitting([*beside, rung])), None)
+        if not self.fitting([*beside, rungs[-1]]):
+            return None
+        first, last = 0, len(rungs) - 1
+        while first < last:
+            middle = (first + last) // 2
+            if self.fitting([*beside, rungs[middle]]):
+                last = middle
+            else:
+                first = middle + 1
+        return rungs[last]
 
 
-def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[Change]:
-    """ZeRO for a run on several GPUs that has none, where LLaMA-Factory takes it (its parser and model/adapter.py)."""
-    if run.deepspeed is not None or run.pure_bf16 or not _plain_adamw(run):
-        return
-    third = not (
-        run.predict_with_generate or run.pissa_init or run.quantization_bit or len(run.adapter_name_or_path) > 1
-    )
-    costs = {
-        2: "some speed: optimizer states and gradients are shared",
-        3: "speed: weights are gathered as they are used",
-    }
-    for file in shards:
-        zero = file.get("zero_optimization", {})
-        if zero.get("stage") == 2 or third:
-            offloads = ", and main memory" if "offload_optimizer" in zero else ""
-            yield Change(set={"deepspeed": file}, costs=costs[zero.get("stage")] + offloads)
-
-
-def _combination(run: RunDescription, candidates: Changes, *, predict: Predict, fits: Fits) -> Remedy | None:
-    """Adds changes in order until the run fits, then takes back each one that it fits without."""
-    taken: dict[str, Mapping[str, Any]] = {}
-    costs: dict[str, str] = {}
-    remedy = None
-    while remedy is None or not fits(remedy.estimate):
-        current = replace(run, **_merged(taken.values()))
-        for change in candidates(current):
-            name = next(iter(change.set))
-            tried = _tried(run, _merged([*taken.values(), change.set]), change.costs, predict)
-            if tried is None or (remedy is not None and not _smaller(tried, remedy)):
+def _combination(search: _Search, candidates: Candidates) -> Remedy | None:
+    """Adds changes in order until the run fits, then takes back or weakens each one, the costliest first."""
+    taken: dict[str, Change] = {}
+    ladders: dict[str, list[Change]] = {}
+    smallest = search.tried([])
+    assert smallest is not None  # the run as it is was predicted
+    done = False
+    while not done:
+        current = replace(search.run, **_merged(taken.values()))
+        for rungs in _ladders(candidates(current)):
+            name = _key(rungs[0])
+            if name in taken:
                 continue
-            taken[name], costs[name], remedy = change.set, change.costs, tried
-            break
+            ladders[name] = rungs
+            beside = list(taken.values())
+            mildest = search.mildest_rung(rungs, beside=beside)
+            if mildest is not None:
+                taken[name], done = mildest, True
+                break
+            tried = [(remedy, rung) for rung in rungs[-FEW_RUNGS:] if (remedy := search.tried([*beside, rung]))]
+            if tried:
+                remedy, rung = min(tried, key=lambda pair: _largest(pair[0]))
+                if _largest(remedy) < _largest(smallest):
+                    taken[name], smallest = rung, remedy
+                    break
         else:
             return None
-    for name in tuple(taken):
-        rest = [value for key, value in taken.items() if key != name]
-        without = _tried(run, _merged(rest), "", predict)
-        if without is not None and fits(without.estimate):
+    for name in reversed(tuple(taken)):
+        rest = [change for other, change in taken.items() if other != name]
+        if search.fitting(rest):
             taken.pop(name)
-            remedy = without
-    return replace(remedy, costs="; ".join(costs[name] for name in taken))
+        else:
+            milder = search.mildest_rung(ladders[name], beside=rest)
+            taken[name] = milder or taken[name]
+    return search.fitting(list(taken.values()))
 
 
-def _tried(run: RunDescription, changed: Mapping[str, Any], costs: str, predict: Predict) -> Remedy | None:
-    try:
-        printed = {key: value.path if isinstance(value, DeepSpeedFile) else value for key, value in changed.items()}
-        return Remedy(set=printed, costs=costs, estimate=predict(replace(run, **changed)))
-    except Unmodelled:
-        return None
+def _ladders(candidates: Iterable[Change]) -> Iterator[list[Change]]:
+    """Changes of one argument, the mildest first."""
+    for _, rungs in groupby(candidates, key=_key):
+        yield list(rungs)
 
 
-def _merged(sets: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def _key(change: Change) -> str:
+    return next(iter(change.set))
+
+
+def _merged(taken: Iterable[Change]) -> dict[str, Any]:
     merged: dict[str, Any] = {}
-    for changed in sets:
-        merged |= changed
+    for change in taken:
+        merged |= change.set
     return merged
 
 
-def _smaller(one: Remedy, other: Remedy) -> bool:
-    return max(one.estimate.phases.values()) < max(other.estimate.phases.values())
-
-
-def _evaluates(run: RunDescription) -> bool:
-    return (bool(run.eval_dataset) or run.val_size > 0) and (run.do_eval or run.eval_strategy != "no")
-
-
-def _plain_adamw(run: RunDescription) -> bool:
-    """LLaMA-Factory's own optimizers bring classes of their own and ignore `optim`, or refuse another."""
-    own = (run.use_galore, run.use_apollo, run.use_badam, run.use_adam_mini, run.use_muon)
-    return not any(own) and (run.optim or "adamw_torch").startswith("adamw_torch")
-
-
-def _may_quantize(run: RunDescription) -> bool:
-    """LLaMA-Factory refuses to quantize under PiSSA, a resized vocabulary, or below several adapters or a new one."""
-    several = len(run.adapter_name_or_path) > 1 or (bool(run.adapter_name_or_path) and run.create_new_adapter)
-    return not (run.pissa_init or run.resize_vocab or several)
+def _largest(remedy: Remedy) -> int:
+    return max(remedy.estimate.phases.values())
 
 
 def items(changed: Mapping[str, Any]) -> list[str]:
