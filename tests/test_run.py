@@ -129,3 +129,13 @@ def test_extra_keys_are_legal_when_allowed() -> None:
     assert from_arguments(given, software=SOFTWARE, origin="a.yaml", allow_extra=True).model_name_or_path == "a/b"
     with pytest.raises(UserError, match="something_of_mine"):
         from_arguments(given, software=SOFTWARE, origin="a.yaml")
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [("distributed_type", "accelerate"), ("model", "USE_V1=1"), ("tensor_model_parallel_size", "USE_MCA=1")],
+)
+def test_a_file_of_another_kind_is_recognised(key: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        from_arguments({key: "x", "and_more": 1}, software=SOFTWARE, origin="a.yaml")
+    assert str(raised.value).count("\n") == 0

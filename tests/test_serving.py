@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import memory
+from llamafactory_preflight import device, memory, preflight
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import from_arguments
 
@@ -51,3 +51,33 @@ def test_the_card_takes_what_was_predicted(case: dict[str, Any]) -> None:
 def test_a_merge_on_the_cpu_takes_main_memory() -> None:
     (case,) = (case for case in PLAN["cases"] if case["id"] == "export_8b_adapter_cpu")
     assert estimate(case).host_bytes / GIB == pytest.approx(MEASURED[case["id"]]["host_peak_rss_gib"], rel=0.05)
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(device, "visible", lambda environ=None: ())
+    (tmp_path / "config.json").write_text(json.dumps(PLAN["models"][PLAN["cases"][0]["model"]]))
+    return str(tmp_path)
+
+
+def test_a_merge_on_the_cpu_is_judged_by_main_memory_alone(model: str) -> None:
+    given = {"model_name_or_path": model, "adapter_name_or_path": "a", "export_dir": "merged", "template": "qwen3"}
+    words = [preflight.check(given, host_ram=amount).verdict.word for amount in ("4GiB", "64GiB")]
+    assert words == ["will_not_fit", "fits"]
+    planned = preflight.check(given, gpu="24GiB", host_ram="4GiB")
+    assert (planned.verdict.word, planned.device) == ("will_not_fit", None)
+    assert planned.estimate is not None and sum(planned.estimate.components.values()) > 2 * GIB
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"export_dir": "merged", "export_quantization_bit": 4}, "export_quantization_bit"),
+        ({"use_kt": True}, "use_kt"),
+        ({"do_predict": True, "predict_with_generate": True, "finetuning_type": "full"}, "without training"),
+        ({"do_eval": True, "eval_dataset": "identity", "output_dir": "out"}, "without training"),
+    ],
+)
+def test_what_has_no_formula_is_never_judged(model: str, settings: dict[str, Any], reason: str) -> None:
+    result = preflight.check({"model_name_or_path": model, "template": "qwen3"} | settings, gpu="1GiB")
+    assert result.verdict.word == "unknown" and reason in result.verdict.reasons[0]

@@ -152,6 +152,12 @@ POSITIVE = frozenset(
         "image_max_pixels",
     }
 )  # fmt: skip
+OTHER_FILES = {
+    "distributed_type": "This is a configuration of accelerate, not the arguments of a run",
+    "model": "These are arguments of LLaMA-Factory v1 (USE_V1=1), which has no formula yet",
+    "tensor_model_parallel_size": "These are arguments of Megatron (USE_MCA=1), which has no formula yet",
+}
+"""Keys that tell what a file is that LLaMA-Factory's usual parser refuses."""
 LARGEST = 2**31 - 1  # No count of a run that could start is larger.
 
 
@@ -171,6 +177,8 @@ def from_arguments(
     """
     known = schema.load()
     problems = dict(known.problems(arguments, allow_extra=allow_extra)) if known else {}
+    for key in OTHER_FILES.keys() & problems.keys():
+        raise UserError(OTHER_FILES[key], where=origin)
     values: dict[str, Any] = {}
     read = [field for field in fields(RunDescription) if field.name != "unmodelled"]
     for field in read:

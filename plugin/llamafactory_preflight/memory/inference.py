@@ -16,6 +16,7 @@ from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.memory.refusals import other_code
 from llamafactory_preflight.memory.remarks import by_size
 from llamafactory_preflight.memory.result import MemoryEstimate, bounds
 from llamafactory_preflight.memory.step import Model
@@ -53,6 +54,8 @@ def inference_estimate(
     """
     if run.infer_backend not in ("huggingface", "hf"):
         raise Unmodelled(f"{run.infer_backend} takes the share of the card that it is told to")
+    for reason in other_code(run):
+        raise Unmodelled(reason)
     shape = shape.under(software)
     run = replace(
         run, stage="sft", bf16=False, fp16=False, pure_bf16=False, gradient_accumulation_steps=1, packing=False,
@@ -68,7 +71,7 @@ def inference_estimate(
     batch = replace(training_batch(run, shape.vision), images=())
     merge = {"weights": weights, "adapters": adapters, "buffers": 0 if keeps else _merge_bytes(shape, adapters)}
     if run.export_dir is not None:
-        return _export(run, merge, tokens=batch.tokens, weights=weights)
+        return _export(run, merge, tokens=batch.tokens)
     held = [Storage(ledger, weights, "weights"), Storage(ledger, adapters if keeps else 0, "adapters")]
     held.append(Storage(ledger, cublas_workspace(card.compute_capability), "buffers"))
     held.append(Storage(ledger, cache_numel(shape, batch.tokens + run.max_new_tokens) * item, "buffers"))
@@ -116,17 +119,17 @@ def _merge_bytes(shape: ModelShape, adapters: int) -> int:
     return 2 * largest * dtypes.size(FLOAT32) if adapters else 0
 
 
-def _export(run: RunDescription, merge: Mapping[str, int], *, tokens: int, weights: int) -> MemoryEstimate:
-    """On the CPU the merge needs the whole model in main memory."""
-    on_card = run.export_device == "auto"
+def _export(run: RunDescription, merge: Mapping[str, int], *, tokens: int) -> MemoryEstimate:
+    """A merge on the CPU needs the whole model in main memory, which `use_cpu` has stand for the card's."""
+    on_card = run.export_device == "auto" and not run.use_cpu
     merging = sum(merge.values())
-    peak = merging if on_card else 0
+    peak = merging if on_card or run.use_cpu else 0
     return bounds(
         phases={"load": peak, "forward_backward": 0, "optimizer_step": 0, "save": peak, "evaluate": 0},
-        components=merge if on_card else {},
+        components=merge if peak else {},
         exact=True,
         card=Card(),
-        host=PROCESS_BYTES + (weights if on_card else merging),
+        host=PROCESS_BYTES + (merge["weights"] if on_card else merging),
         tokens=tokens,
-        remarks=(f"`export_device: {run.export_device}` puts the merge on the {'card' if on_card else 'CPU'}.",),
+        remarks=(f"The merge is on the {'card' if on_card else 'CPU'}.",),
     )

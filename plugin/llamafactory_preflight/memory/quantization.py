@@ -63,7 +63,8 @@ def quantization(run: RunDescription, shape: ModelShape) -> Quantized | None:
         )
     known = {"bnb": (4, 8), "gptq": (2, 3, 4, 8), "awq": (4,), "hqq": (1, 2, 3, 4, 8), "eetq": (8,)}
     if found.bits not in known.get(found.method, ()):
-        raise Unmodelled(f"Quantization by {found.method} to {found.bits} bit has no formula yet")
+        width = f" to {found.bits} bit" if found.bits else ""
+        raise Unmodelled(f"Quantization by {found.method}{width} has no formula yet")
     return found
 
 

@@ -39,11 +39,7 @@ def refuse(run: RunDescription, shape: ModelShape, software: Software, images: I
 
 def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:
     """One sentence for every path of the run that has no formula."""
-    names = [f"`{name}`" for name in OTHER_CODE if getattr(run, name)]
-    if names:
-        yield f"Runs with {', '.join(names)} have no formula yet"
-    if run.unmodelled:
-        yield f"What {', '.join(f'`{name}`' for name in run.unmodelled)} does to memory has no formula"
+    yield from other_code(run)
     if run.deepspeed is not None:
         yield from _deepspeed(run, run.deepspeed, shape)
     if run.stage == "ppo":
@@ -65,6 +61,15 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
         yield "OFT on a mixture-of-experts model has no formula yet"
     if shape.vision is not None:
         yield from _vision(run)
+
+
+def other_code(run: RunDescription) -> Iterator[str]:
+    """What no run, no chat and no export is predicted with."""
+    names = [f"`{name}`" for name in OTHER_CODE if getattr(run, name)]
+    if names:
+        yield f"Runs with {', '.join(names)} have no formula yet"
+    if run.unmodelled:
+        yield f"What {', '.join(f'`{name}`' for name in run.unmodelled)} does to memory has no formula"
 
 
 def _listed_experts(run: RunDescription, shape: ModelShape) -> Iterator[str]:
