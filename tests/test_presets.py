@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +12,11 @@ from llamafactory_preflight import device, paths, preset_table, presets
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+
+import qwen3_shapes
 
 
 def test_every_yaml_of_the_pack_is_a_preset_smaller_cards_first(root: Path) -> None:
@@ -130,3 +137,18 @@ def test_the_list_says_which_presets_a_card_without_bf16_cannot_run(monkeypatch:
     monkeypatch.setattr(device, "visible", lambda: (card,))
     lines = preset_table.lines([presets.find("16gb_qlora"), presets.find("16gb_qlora_t4")])
     assert lines[1].endswith("no bf16 here") and "no bf16" not in lines[2]
+
+
+def test_without_its_gpus_a_preset_for_two_is_predicted_for_two(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    preset = presets.find("2x24gb_lora_zero3")
+    model = str(preset.arguments["model_name_or_path"])
+    folder = tmp_path / f"models--{model.replace('/', '--')}" / "snapshots" / "main"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(qwen3_shapes.config(model)))
+    monkeypatch.setattr(device, "visible", lambda: ())
+    peak, unit, *said = preset_table.lines([preset])[1].split()[-4:]
+    assert (unit, said) == ("GiB", ["no", "GPU"])
+    assert float(peak) < preset.usable_bytes / GIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from llamafactory_preflight import device, host, preflight, presets, report
+from llamafactory_preflight import device, host, machine, preflight, presets, report
 from llamafactory_preflight.device import Device, smallest
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.presets import Preset
@@ -35,7 +35,7 @@ def _row(preset: Preset, devices: tuple[Device, ...], host_budget_bytes: int | N
             given,
             origin=str(preset.file),
             beside=preset.file.parent,
-            devices=devices[: preset.num_gpus],
+            devices=devices[: preset.num_gpus] if len(devices) >= preset.num_gpus else _of_its_tier(preset),
             host_budget_bytes=host_budget_bytes,
             environ=os.environ | {"HF_HUB_OFFLINE": "1", "USE_MODELSCOPE_HUB": "0"},
         )
@@ -43,6 +43,13 @@ def _row(preset: Preset, devices: tuple[Device, ...], host_budget_bytes: int | N
         return (*known, "-", "unknown")
     peak = report.size(result.estimate.peak_allocated_bytes) if result.estimate else "-"
     return (*known, peak, _fits(preset, result, devices))
+
+
+def _of_its_tier(preset: Preset) -> tuple[Device, ...]:
+    """The cards that a preset is for: where too few are here, its ranks are counted all the same."""
+    if preset.tier == presets.ANY:
+        return ()
+    return machine.taking_part(device.planned(gpu=f"{preset.tier_gb}GiB"), gpus=preset.num_gpus)
 
 
 def _fits(preset: Preset, result: Result, devices: tuple[Device, ...]) -> str:
