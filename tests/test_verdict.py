@@ -50,3 +50,12 @@ def test_a_device_that_nothing_was_measured_on_has_wide_bounds() -> None:
     assert (wide.low_bytes, wide.high_bytes) == (92, 108)
     assert verdict.widened(wide) == wide
     assert verdict.widened(ESTIMATE) == ESTIMATE, "never narrower"
+
+
+def test_main_memory_that_is_far_too_small_takes_the_certainty_but_never_stops_a_run() -> None:
+    fits = verdict.judge_gpu(ESTIMATE, context_bytes=3, budget_bytes=200)
+    assert verdict.with_host(fits, 1000, budget_bytes=700).word == "tight"
+    assert verdict.with_host(fits, 1000, budget_bytes=800) is fits
+    assert verdict.with_host(fits, 1000, budget_bytes=None) is fits
+    lost = verdict.judge_gpu(ESTIMATE, context_bytes=3, budget_bytes=1)
+    assert verdict.with_host(lost, 1000, budget_bytes=1) is lost

@@ -192,6 +192,8 @@ def examine(
             proposed = _remedies(
                 placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks, source=source
             )
+        if decisive is not None:
+            answer = verdict.with_host(answer, estimate.host_bytes, budget_bytes=host_budget_bytes)
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")

@@ -18,7 +18,8 @@ class Verdict:
     """One answer and why.
 
     Attributes:
-        word: `tight` means that the budget lies between the low and the high estimate of the need.
+        word: `tight` means that the budget lies between the low and the high estimate of the need, or that the card
+            holds the run and main memory by far does not.
         reasons: Sentences; without figures, which the report gives.
     """
 
@@ -65,6 +66,16 @@ def judge_host(host_bytes: int, *, budget_bytes: int) -> Verdict:
     if host_bytes > HOST_MARGIN * budget_bytes:
         return Verdict(word="will_not_fit", reasons=("The estimate for main memory far exceeds what is available.",))
     return Verdict(word="tight", reasons=("The rough estimate for main memory is near what is available.",))
+
+
+def with_host(card: Verdict, host_bytes: int, *, budget_bytes: int | None) -> Verdict:
+    """The card's verdict, as far as main memory lets it stand: offloaded states and buffers lie there.
+
+    The figure is rough, so it never says that a run will not fit.
+    """
+    if card.word != "fits" or budget_bytes is None or host_bytes <= HOST_MARGIN * budget_bytes:
+        return card
+    return Verdict(word="tight", reasons=("The card holds it, but main memory by far does not.",))
 
 
 def widened(estimate: MemoryEstimate) -> MemoryEstimate:
