@@ -201,3 +201,10 @@ def test_every_allowable_name_keeps_something() -> None:
     assert set(fit.KEPT) == set(ALLOWABLE)
     names: set[str] = set().union(*fit.KEPT.values())
     assert names <= {field.name for field in dataclasses.fields(RunDescription)}
+
+
+def test_a_run_that_lacks_main_memory_alone_is_left_as_it_is() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, per_device_train_batch_size=8)
+    on_card = looked_at(run, "8b", 80 * GIB)
+    assert on_card.verdict.word == "fits"
+    assert fit.fitting(dataclasses.replace(on_card, host_budget_bytes=1), allow=EVERYTHING) is None

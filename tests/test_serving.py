@@ -81,3 +81,12 @@ def test_a_merge_on_the_cpu_is_judged_by_main_memory_alone(model: str) -> None:
 def test_what_has_no_formula_is_never_judged(model: str, settings: dict[str, Any], reason: str) -> None:
     result = preflight.check({"model_name_or_path": model, "template": "qwen3"} | settings, gpu="1GiB")
     assert result.verdict.word == "unknown" and reason in result.verdict.reasons[0]
+
+
+@pytest.mark.parametrize("variable", ["USE_V1", "USE_MCA", "ACCELERATE_USE_FSDP"])
+def test_other_code_in_the_environment_has_no_formula(
+    model: str, variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(variable, "1")
+    result = preflight.check({"model_name_or_path": model, "do_train": True}, gpu="24GiB")
+    assert result.verdict.word == "unknown" and variable in result.verdict.reasons[0]

@@ -30,6 +30,8 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
     """
     if result.shape is None or result.device is None or result.estimate is None:
         return None
+    if preflight.judge(result.estimate, result.device, None).word == "fits":
+        return None  # main memory is what it lacks, and none of this frees any
     kept = frozenset().union(*(names for name, names in KEPT.items() if name not in allow))
     found = remedies.remedies(
         result.run,

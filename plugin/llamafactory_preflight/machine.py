@@ -8,11 +8,28 @@ from dataclasses import replace
 from llamafactory_preflight import allocator, memory
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.settings import Settings, is_enabled
 
 
 MOST_GPUS = 4096
+OTHER_CODE = {
+    "ACCELERATE_USE_FSDP": "FSDP from an accelerate configuration",
+    "USE_V1": "LLaMA-Factory v1",
+    "USE_MCA": "Megatron",
+}
+"""Switches in the environment that put a run on code that no formula here follows."""
+
+
+def refuse_other_code(env: Mapping[str, str]) -> None:
+    """Raises where a switch in the environment has other code train.
+
+    Raises:
+        Unmodelled: There is one.
+    """
+    for variable, code in OTHER_CODE.items():
+        if is_enabled(env, variable):
+            raise Unmodelled(f"{code} ({variable}) has no formula yet")
 
 
 def taking_part(planned: Device | None, *, device: int | None = None, gpus: int | None = None) -> tuple[Device, ...]:

@@ -39,14 +39,6 @@ from llamafactory_preflight.units import parse_memory
 from llamafactory_preflight.zero import ZeroPlan
 
 
-OTHER_CODE = {
-    "ACCELERATE_USE_FSDP": "FSDP from an accelerate configuration",
-    "USE_V1": "LLaMA-Factory v1",
-    "USE_MCA": "Megatron",
-}
-"""Switches in the environment that put a run on code that no formula here follows."""
-
-
 def check(
     source: Mapping[str, Any] | Path | str,
     *,
@@ -97,7 +89,7 @@ def check(
         exact=exact,
         trains=False,
     )
-    if result.device is None and not (result.run.use_cpu or (result.serves and _merges_on_cpu(result.run))):
+    if result.device is None and not (result.run.use_cpu or (result.serves and result.run.merges_on_cpu)):
         raise UserError(
             cards.survey().fault or "There is no GPU here to plan for",
             next_step="Name a card with --gpu 24GiB, or set use_cpu=true",
@@ -136,9 +128,9 @@ def examine(
     run = from_arguments(
         resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
     )
-    serves = not trains and _serves(run)
+    serves = not trains and run.serves
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
-    on_cpu = run.use_cpu or not devices or (serves and _merges_on_cpu(run))
+    on_cpu = run.use_cpu or not devices or (serves and run.merges_on_cpu)
     decisive = None if on_cpu else cards.smallest(devices)
     shape: ModelShape | None = None
     estimate: memory.MemoryEstimate | None = None
@@ -162,9 +154,7 @@ def examine(
         ranks = memory.Ranks() if on_cpu else machine.ranks_of(len(devices), env=env)
         if not (serves or run.do_train) and (run.do_eval or run.do_predict):
             raise Unmodelled("An evaluation or a prediction without training has no formula yet")
-        for variable, code in OTHER_CODE.items():
-            if is_enabled(env, variable):
-                raise Unmodelled(f"{code} ({variable}) has no formula yet")
+        machine.refuse_other_code(env)
         pictures = source.of(placed, length) if source is not None else None
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
@@ -232,16 +222,6 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         return ModelShape.from_config(config)
     except Unmodelled as error:
         raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
-
-
-def _serves(run: RunDescription) -> bool:
-    """Whether the arguments are those of `chat`, `api` or `export` and not of a training or an evaluation."""
-    works = run.do_train or run.do_eval or run.do_predict
-    return run.export_dir is not None or not (works or run.dataset or run.output_dir)
-
-
-def _merges_on_cpu(run: RunDescription) -> bool:
-    return run.export_dir is not None and run.export_device == "cpu"
 
 
 def _remedies(

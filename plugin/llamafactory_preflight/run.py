@@ -144,6 +144,17 @@ class RunDescription:
     # arguments that are set and may change memory in a way that no formula knows
     unmodelled: tuple[str, ...] = ()
 
+    @property
+    def serves(self) -> bool:
+        """Whether the arguments are those of `chat`, `api` or `export` and not of a training or an evaluation."""
+        works = self.do_train or self.do_eval or self.do_predict
+        return self.export_dir is not None or not (works or self.dataset or self.output_dir)
+
+    @property
+    def merges_on_cpu(self) -> bool:
+        """Whether the arguments are those of an export that merges in main memory."""
+        return self.export_dir is not None and self.export_device == "cpu"
+
 
 POSITIVE = frozenset(
     {
