@@ -355,3 +355,12 @@ def test_the_most_severe_comes_first(model: str) -> None:
 def test_wsl_is_asked_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "is_wsl", lambda environ: True)
     assert list(told(hardware.windows(RunDescription(deepspeed=PINNED), fits=True, environ={}))) == ["wsl-pinned"]
+
+
+def test_several_gpus_without_deepspeed_are_told_of_it() -> None:
+    run = RunDescription(model_name_or_path="m", finetuning_type="full")
+    assert "deepspeed-would-share" in told(packages.sharing(run, Software(), num_gpus=2, fits=False))
+    installed = Software(deepspeed="0.18.4")
+    assert told(packages.sharing(run, installed, num_gpus=2, fits=False)) == {}
+    assert told(packages.sharing(run, Software(), num_gpus=1, fits=False)) == {}
+    assert told(packages.sharing(run, Software(), num_gpus=2, fits=True)) == {}

@@ -199,3 +199,10 @@ def test_a_device_that_was_not_measured_is_not_called_calibrated() -> None:
     assert json.loads(report.as_json(result))["calibrated"] is False
     assert json.loads(report.as_json(RESULT))["calibrated"] is True
     assert "HIP context" in report.text(result) and "CUDA" not in report.text(result)
+
+
+def test_where_nothing_helps_the_report_says_so() -> None:
+    lost = dataclasses.replace(RESULT, verdict=Verdict(word="will_not_fit", reasons=("Too much.",)))
+    assert report.NO_REMEDY in report.text(lost).splitlines()
+    assert len(report.NO_REMEDY) <= 80
+    assert report.NO_REMEDY not in report.text(RESULT)

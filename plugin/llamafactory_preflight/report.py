@@ -26,6 +26,7 @@ CONTEXTS = {"cuda": "CUDA context", "rocm": "HIP context", "npu": "NPU context",
 MARKS = {"error": "error", "warning": "warning", "info": "note"}
 REFUSAL = "Stopped before loading anything. LLAMAFACTORY_PREFLIGHT=warn starts it all the same."
 REFUSAL_AFTER_DATA = "Stopped before loading the weights. LLAMAFACTORY_PREFLIGHT=warn goes on all the same."
+NO_REMEDY = "  No change known here makes it fit: it takes a smaller model or a larger card."
 LENGTH_DECIDES = "Going on: the data decides. It may fit with samples shorter than cutoff_len."
 
 
@@ -39,6 +40,8 @@ def text(result: Result) -> str:
         lines += ["", *_table(result)]
     lines += ["", *_wrapped(f"{TITLES[result.verdict.word]}: {_sentence(result)}", indent="")]
     lines += remedy_lines(result.remedies)
+    if result.verdict.word == "will_not_fit" and result.device is not None and not (result.remedies or result.serves):
+        lines.append(NO_REMEDY)
     for finding in result.findings:
         lines += _wrapped(finding_line(finding), indent="  ")
     for sentence in result.resolved:

@@ -36,6 +36,17 @@ def bad_pairs(software: Software, run: RunDescription | None = None) -> Iterator
         )
 
 
+def sharing(run: RunDescription, software: Software, *, num_gpus: int, fits: bool) -> Iterator[Finding]:
+    """What several GPUs could share out is proposed only where DeepSpeed is installed."""
+    if num_gpus > 1 and not fits and run.deepspeed is None and software.deepspeed is None:
+        yield Finding(
+            id="deepspeed-would-share",
+            severity="info",
+            message="ZeRO could share out among the GPUs what each now holds in full. It needs a package: "
+            "pip install deepspeed",
+        )
+
+
 def missing_packages(run: RunDescription, software: Software, device: Device | None = None) -> Iterator[Finding]:
     """Packages that the arguments ask for and this environment lacks."""
     wanted = {

@@ -66,5 +66,7 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from hardware.unusable(around.fault)
     if device is not None:
         fits = result.verdict.word == "fits"
+        if estimate is not None:
+            yield from packages.sharing(run, software, num_gpus=around.num_gpus, fits=fits)
         yield from hardware.card(run, device, software, fits=fits)
         yield from hardware.windows(run, fits=fits, environ=around.environ)
