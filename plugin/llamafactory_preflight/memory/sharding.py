@@ -15,8 +15,8 @@ from llamafactory_preflight.run import RunDescription
 
 
 NCCL_BYTES = 372 * 2**20
-"""What NCCL takes on the card outside of torch's allocator, a rank: measured with NCCL 2.28.9 and two ranks on one H200
-that talk over sockets, alike for a communicator made at once or later; NVLink and shared memory have other buffers."""
+"""What NCCL takes on the card outside of torch's allocator, a rank: measured with NCCL 2.28.9 and two ranks on one
+H200 that talk over sockets, alike for a communicator made at once or later; NVLink and shared memory have others."""
 ENDS = -1
 """The layer of what stands around the layers."""
 Key = tuple[int, str]
