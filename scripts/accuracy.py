@@ -39,6 +39,20 @@ SOFTWARE = Software(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Host:
+    """Main memory of all processes while they train: measured, predicted, and predicted before the run."""
+
+    measured: int
+    predicted: int
+    beforehand: int | None
+
+    @property
+    def error(self) -> float:
+        """Relative error of the prediction."""
+        return self.predicted / self.measured - 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """One run: measured and predicted peaks in bytes; `measured` is None where it ran out of memory.
 
@@ -55,6 +69,7 @@ class Row:
     verdict: str | None
     evaluation: tuple[int, int] | None
     beforehand: int | None
+    host: Host | None = None
 
     @property
     def error(self) -> float | None:
@@ -102,7 +117,7 @@ def replay(folder: Path) -> Iterator[Row]:
             estimate = prepare(case, plan["models"])()
         except Unmodelled:
             continue
-        yield _row(case, result, estimate, early.get(case["id"], {}).get("peak_allocated_bytes"))
+        yield _row(case, result, estimate, early.get(case["id"], {}))
 
 
 def _trained(case: dict[str, Any], result: dict[str, Any]) -> bool:
@@ -111,7 +126,7 @@ def _trained(case: dict[str, Any], result: dict[str, Any]) -> bool:
     return result["ok"] or len(steps) == (DEFAULTS | case["args"])["max_steps"]
 
 
-def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, beforehand: int | None) -> Row:
+def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, early: dict[str, Any]) -> Row:
     cap = round(case["cap_gib"] * GIB) if "cap_gib" in case else None
     word = verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=cap).word if cap else None
     evaluation = result.get("evaluate_peak_allocated_gib")
@@ -120,7 +135,7 @@ def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEs
     share = busy / estimate.peak_allocated_bytes
     return Row(
         id=case["id"],
-        measured=round(max(result["step_peak_allocated_gib"]) * GIB) if _trained(case, result) else None,
+        measured=round(_peak(result) * GIB) if _trained(case, result) else None,
         predicted=busy,
         low=round(estimate.low_bytes * share),
         high=round(estimate.high_bytes * share),
@@ -128,8 +143,26 @@ def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEs
         need=verdict.needed_bytes(estimate, context_bytes=0),
         verdict=word,
         evaluation=(round(evaluation * GIB), estimate.phases["evaluate"]) if evaluation else None,
-        beforehand=beforehand,
+        beforehand=early.get("peak_allocated_bytes"),
+        host=_host(case, result, estimate, early),
     )
+
+
+def _peak(result: dict[str, Any]) -> float:
+    """The highest peak of all steps, of several ranks that of the fullest."""
+    return float(result["peak_allocated_gib"] if "per_rank" in result else max(result["step_peak_allocated_gib"]))
+
+
+def _host(
+    case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, early: dict[str, Any]
+) -> Host | None:
+    """What ranks held themselves; a run without ranks knows its resident size only, which files hardly raise there."""
+    alone = result.get("host_peak_rss_gib") if "deepspeed" in case["args"] else None
+    measured = result.get("host_own_gib", alone)
+    if not measured:
+        return None
+    predicted = estimate.host_bytes if case.get("save") else estimate.host_training_bytes
+    return Host(measured=round(measured * GIB), predicted=predicted, beforehand=early.get("host_bytes"))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -143,7 +176,29 @@ def table(rows: Sequence[Row]) -> str:
         now, before = (f"{error:+.2%}" if error is not None else "" for error in (row.error, _beforehand(row)))
         capped = f"{row.verdict} ({row.cap / GIB:g})" if row.cap else ""
         lines.append(f"| {row.id} | {measured} | {row.predicted / GIB:.2f} | {now} | {before} | {capped} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_host_table(rows)])
+
+
+def _host_table(rows: Sequence[Row]) -> list[str]:
+    """The same for main memory, where it was measured."""
+    hosts = sorted(((row.host, row.id) for row in rows if row.host), key=lambda pair: -_host_worst(pair[0]))
+    if not hosts:
+        return []
+    lines = [
+        "",
+        "| run | main memory GiB | predicted GiB | error | error beforehand |",
+        "|---|---|---|---|---|",
+    ]
+    for host, name in hosts:
+        before = f"{host.beforehand / host.measured - 1:+.1%}" if host.beforehand else ""
+        sizes = f"{host.measured / GIB:.2f} | {host.predicted / GIB:.2f}"
+        lines.append(f"| {name} | {sizes} | {host.error:+.1%} | {before} |")
+    return lines
+
+
+def _host_worst(host: Host) -> float:
+    before = host.beforehand / host.measured - 1 if host.beforehand else 0.0
+    return max(abs(host.error), abs(before))
 
 
 def _beforehand(row: Row) -> float | None:

@@ -2,8 +2,10 @@
 
 usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspeed.py & done; wait
 
-The configurations and the model are those of the file; torch.profiler reports every allocation from before the model
-is built. Needs deepspeed and some minutes.
+The configurations and the model are those of the file. Of `runs` torch.profiler reports every allocation from before
+the model is built; of `gathering`, under ZeRO-3, what is noted is how many elements DeepSpeed counts as gathered after
+each module that it meets: in all-gathers on the CPU Gloo makes copies that NCCL does not. Needs deepspeed, PEFT and
+some minutes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import re
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,37 +38,78 @@ def heights(trace: Path) -> dict[str, int]:
     return {"micro_step": height("MICRO2", "MICRO3"), "step": height("STEP3")}
 
 
-def record(model: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
-    """Trains two steps of two micro-steps on 8 tokens and returns this rank's heights."""
+def prepare(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> Any:
+    """A DeepSpeed engine around a new model with gradient checkpointing, for micro-steps of one sequence."""
     import deepspeed
     import torch
-    from torch.profiler import ProfilerActivity, profile, record_function
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = config | {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "bf16": {"enabled": True},
         "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
+    network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model), dtype=torch.bfloat16)
+    network.gradient_checkpointing_enable({"use_reentrant": True})
+    if lora:
+        from peft import LoraConfig, get_peft_model
+
+        network.enable_input_require_grads()
+        adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
+        network = get_peft_model(network, adapters, autocast_adapter_dtype=False)
+    network.train()
+    named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
+    groups = [{"params": [p for name, p in named if ("norm" in name) is norm]} for norm in (False, True)]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
+    return deepspeed.initialize(model=network, optimizer=optimizer, config=settings)[0]
+
+
+def train(engine: Any, vocab_size: int) -> Iterator[int]:
+    """Two steps of two micro-steps on 8 tokens; yields before each micro-step and before what follows it."""
+    import torch
+    from torch.profiler import record_function
+
+    ids = torch.arange(8)[None] % vocab_size
+    for number in range(4):
+        yield number
+        with record_function(f"MICRO{number}"):
+            loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
+            engine.backward(loss)
+            del loss
+        with record_function(f"STEP{number}"):
+            engine.step()
+
+
+def record(model: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
+    """This rank's heights."""
+    from torch.profiler import ProfilerActivity, profile
+
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model), dtype=torch.bfloat16)
-        network.gradient_checkpointing_enable({"use_reentrant": True})
-        network.train()
-        named = list(network.named_parameters())
-        groups = [{"params": [p for name, p in named if ("norm" in name) is norm]} for norm in (False, True)]
-        optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
-        engine, *_ = deepspeed.initialize(model=network, optimizer=optimizer, config=settings)
-        del network, named, groups
-        ids = torch.arange(8)[None] % model["vocab_size"]
-        for number in range(4):
-            with record_function(f"MICRO{number}"):
-                loss = engine(input_ids=ids, labels=ids, use_cache=False).loss
-                engine.backward(loss)
-                del loss
-            with record_function(f"STEP{number}"):
-                engine.step()
+        for _ in train(prepare(model, config, lora=False), model["vocab_size"]):
+            pass
     trace = Path(tempfile.mkdtemp()) / "trace.json"
     watched.export_chrome_trace(str(trace))
     return heights(trace)
+
+
+def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> list[str]:
+    """Elements that count as gathered after each module, a line for each micro-step."""
+    from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
+
+    steps: list[list[int]] = []
+    fetch = PartitionedParameterCoordinator.fetch_sub_module
+
+    def noting(self: Any, *args: Any, **kwargs: Any) -> None:
+        fetch(self, *args, **kwargs)
+        steps[-1].append(self._PartitionedParameterCoordinator__n_available_params)
+
+    engine = prepare(model, config, lora=lora)
+    PartitionedParameterCoordinator.fetch_sub_module = noting
+    try:
+        for _ in train(engine, model["vocab_size"]):
+            steps.append([])
+    finally:
+        PartitionedParameterCoordinator.fetch_sub_module = fetch
+    return [" ".join(map(str, step)) for step in steps]
 
 
 def main() -> None:
@@ -81,6 +125,8 @@ def main() -> None:
         found: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
         torch.distributed.all_gather_object(found, record(known["model"], run["deepspeed"]))
         run["ranks"] = found
+    for run in known["gathering"].values():
+        run["available"] = follow(known["model"], run["deepspeed"], lora=run["lora"])
     if rank == "0":
         FILE.write_text(json.dumps(known, indent=1) + "\n")
 

@@ -83,6 +83,33 @@ def test_a_rank_allocates_what_deepspeed_does(name: str) -> None:
         assert estimate.phases[phase] == pytest.approx(truth, rel=3e-3), part
 
 
+@pytest.mark.parametrize("name", RECORDED["gathering"])
+def test_parameters_are_gathered_module_by_module_as_deepspeed_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = RECORDED["gathering"][name]
+    steps: list[list[int]] = []
+    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
+
+    def beginning(self: Coordinator) -> None:
+        begin(self)
+        steps.append([])
+
+    def passing(self: Coordinator, members: Any) -> None:
+        look_ahead(self, members)
+        steps[-1].append(self.num_available)
+
+    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
+    monkeypatch.setattr(Coordinator, "_pass", passing)
+    run = RunDescription(
+        model_name_or_path="m", bf16=True, finetuning_type=name, cutoff_len=8, per_device_train_batch_size=1,
+        gradient_accumulation_steps=2, deepspeed=recorded["deepspeed"] | {"bf16": {"enabled": True}},
+    )  # fmt: skip
+    shape = ModelShape.from_config(RECORDED["model"] | {"torch_dtype": "bfloat16"})
+    memory.estimate(run, shape, software=SOFTWARE, ranks=Ranks(world=2, local=2))
+    assert [" ".join(map(str, step)) for step in steps] == recorded["available"]
+
+
 @pytest.mark.parametrize(
     ("name", "peak_gib", "host_gib"), [("z2off_17_full", 7.0991, 40.1827), ("z3off_4_full", 4.1135, 90.5997)]
 )

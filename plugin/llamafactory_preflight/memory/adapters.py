@@ -86,10 +86,7 @@ class Linear:
         ops.borrow(lora.a)
         x = ops.cast(x, lora.a.dtype)
         if lora.magnitude is None:
-            ops.begin_container()
-            low = ops.linear(ops.end_container(ops.dropout(x, lora.dropout)), lora.a)
-            update = ops.scale(ops.linear(low, lora.b))
-            del low
+            update = ops.scale(ops.linear(ops.linear(_dropped(ops, x, lora), lora.a), lora.b))
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
         result = ops.add(result, update)
@@ -190,3 +187,9 @@ class Linear:
             return (dx,)
 
         return ops.link(out, (x,), (), backward)
+
+
+def _dropped(ops: Ops, x: Tensor, lora: Lora) -> Tensor:
+    """PEFT's dropout, a module of its own even where it does nothing."""
+    ops.begin_container()
+    return ops.end_container(ops.dropout(x, lora.dropout))

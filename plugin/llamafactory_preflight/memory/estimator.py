@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import dtypes, inference, optimizers, preference, statics, step
+from llamafactory_preflight.memory import dtypes, inference, optimizers, parameters, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
@@ -13,9 +13,10 @@ from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_byt
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
+from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.remarks import by_size, remarks
 from llamafactory_preflight.memory.result import MemoryEstimate, bounds
-from llamafactory_preflight.memory.sharding import NCCL_BYTES, Ranks, ddp_bucket_bytes
+from llamafactory_preflight.memory.sharding import NCCL_BYTES, Ranks, ddp_bucket_bytes, ddp_sync_bytes, in_order
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -146,7 +147,7 @@ class Estimator:
         workspace = 2 * cublas_workspace(self.card.compute_capability)
         stepping = resting + self.optimizer.states + self.gradients + self.optimizer.step + workspace
         phases = {
-            "load": resting,
+            "load": max(resting, resting - self.buckets + self._sync_bytes()),
             "forward_backward": busy,
             "optimizer_step": stepping,
             "save": resting + self.optimizer.states + workspace,
@@ -160,7 +161,24 @@ class Estimator:
                 "optimizer": self.optimizer.states,
                 "buffers": self.buckets + workspace + self.optimizer.step,
             }
+        if phases["load"] > sum(split.values()):
+            held = {"weights": self.weights + self.reference, "adapters": self.adapters}
+            split = dict.fromkeys(COMPONENTS, 0) | held | {"buffers": phases["load"] - sum(held.values())}
         return phases, split
+
+    def _sync_bytes(self) -> int:
+        """What DistributedDataParallel takes while it makes all ranks alike, before it has its buckets."""
+        if self.ranks.world == 1:
+            return 0
+        kind, loaded, trained = quantization(self.run, self.shape), self.precision.loaded, self.precision.trained
+        tensors = []
+        for parameter in in_order(self.run, self.shape):
+            if kind is not None and parameter.key[1] in parameters.layer_linears(self.shape):
+                tensors.append((dtypes.INT8, parameter.numel * kind.bits // 8))
+            else:
+                dtype = trained if parameter.trained else loaded
+                tensors.append((dtype, parameter.numel * dtypes.size(dtype)))
+        return ddp_sync_bytes(tensors, self.block)
 
     def host(self, split: Mapping[str, int]) -> HostNeed:
         """Main memory of all processes here; only the first one saves."""
@@ -173,6 +191,7 @@ class Estimator:
                 weights=self.weights if saves else 0,
                 inputs=inputs * dtypes.size(self.precision.loaded),
                 peak=sum(split.values()),
+                together=self.ranks.world > 1,
             )
             for saves in (False, True)
         ]

@@ -15,15 +15,28 @@ from llamafactory_preflight.zero import ZeroPlan
 
 
 PROCESS_BYTES = int(1.15 * 2**30)
-"""Resident size of a process with torch, CUDA and transformers, without mapped files (1.15 GiB measured)."""
-DEEPSPEED_BYTES = int(0.9 * 2**30)
-"""What DeepSpeed, its CPU optimizer and NCCL add to a process (0.9 and 1.9 GiB left over in two measured runs)."""
+"""A process with torch, CUDA and transformers, without mapped files: 1.15 GiB on one GPU, and 0.6 to 1.2 GiB in five
+runs of one and two ranks while DeepSpeed laid out parameters."""
+RANK_BYTES = int(0.4 * 2**30)
+"""What NCCL, its threads and its shared memory add to a rank (0.38 to 0.47 GiB in three measured runs)."""
+DEEPSPEED_BYTES = int(0.6 * 2**30)
+"""What DeepSpeed adds to a process, NCCL included: 0.54 GiB in a measured run of one rank, 0.61 to 0.71 GiB a rank in
+four runs of two."""
 WORKER_BYTES = int(0.35 * 2**30)
 """What a forked worker of the data loader or the tokenization holds for itself: pages that it wrote to."""
 
 
-def host_bytes(run: RunDescription, *, trained: int, num_trained: int, weights: int, inputs: int, peak: int) -> int:
-    """Main memory of one process at its height.
+def host_bytes(
+    run: RunDescription,
+    *,
+    trained: int,
+    num_trained: int,
+    weights: int,
+    inputs: int,
+    peak: int,
+    together: bool = False,
+) -> int:
+    """Main memory of one process at its height: its own, shared and page-locked pages, but no mapped files.
 
     Args:
         run: The run.
@@ -32,12 +45,14 @@ def host_bytes(run: RunDescription, *, trained: int, num_trained: int, weights: 
         weights: Bytes of the base model as it lies on the card.
         inputs: Bytes of the inputs of all layers in a micro-batch.
         peak: Peak on the card, which is main memory for a run on the CPU.
+        together: Whether the process trains together with others.
     """
+    process = PROCESS_BYTES + together * RANK_BYTES + _workers(run)
     if run.use_cpu:
-        return PROCESS_BYTES + peak + _workers(run)
+        return process + peak
     saved = trained if run.finetuning_type in ADAPTERS else weights  # copied from the card to be written
     moved = inputs if checkpointing_kind(run) == "host" else 0
-    return PROCESS_BYTES + max(saved, moved) + _paged_states(run, num_trained) + _workers(run)
+    return process + max(saved, moved) + _paged_states(run, num_trained)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +73,7 @@ def deepspeed_host(
     item: int,
     inputs: int,
     state_dict: int,
+    tied: int,
 ) -> HostNeed:
     """Main memory under DeepSpeed.
 
@@ -73,6 +89,7 @@ def deepspeed_host(
         item: Bytes of an element of the model.
         inputs: Bytes of the inputs of all layers in a micro-batch.
         state_dict: Bytes of the whole state dict on one card.
+        tied: Elements of a head that is the embedding, 0 where it is not.
     """
     training = saving = 0
     adapters = run.finetuning_type in ADAPTERS
@@ -80,7 +97,7 @@ def deepspeed_host(
     moved = inputs if checkpointing_kind(run) == "host" else 0
     for rank in range(ranks.local):
         if plan.stage == 3:
-            held = zero3_host(everything, groups, plan, world=ranks.world, item=item)
+            held = zero3_host(everything, groups, plan, world=ranks.world, item=item, tied=tied)
             saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
         elif plan.stage == 0:
             held, saved = HostMemory(), state_dict
@@ -89,7 +106,7 @@ def deepspeed_host(
             held = zero2_host(groups, plan, world=ranks.world, rank=rank, item=item, accumulates=accumulates)
             saved = state_dict
         process, lasting = PROCESS_BYTES + DEEPSPEED_BYTES + _workers(run), held.own + held.pinned
-        training += process + max(held.peak, lasting + moved)
+        training += max(PROCESS_BYTES + held.peak, process + lasting + max(moved, held.passing))
         saving += process + lasting + saved
     return HostNeed(training=training, saving=saving)
 

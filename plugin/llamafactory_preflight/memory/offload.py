@@ -23,10 +23,14 @@ WIDE = dtypes.size(FLOAT32)
 
 
 class HostMemory:
-    """Bytes that a process holds: its own and page-locked ones, with the highest mark of both together."""
+    """Bytes that a process holds: its own and page-locked ones, with the highest mark of both together.
+
+    Attributes:
+        passing: What each optimizer step takes beside them for a moment.
+    """
 
     def __init__(self) -> None:
-        self.own = self.pinned = self.peak = 0
+        self.own = self.pinned = self.peak = self.passing = 0
         self.free: Counter[int] = Counter()
 
     def take(self, size: int) -> int:
@@ -93,21 +97,30 @@ def zero3_host(
     *,
     world: int,
     item: int,
+    tied: int,
 ) -> HostMemory:
-    """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states."""
+    """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states.
+
+    Where masters and parameters lie on different sides, a step changes the type of a tile on the host: torch converts
+    there whatever it copies without `non_blocking`. `tied` is the size of a head that is made and sharded like any
+    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back.
+    """
     host = HostMemory()
     trained = sum(partition(parameter, world) for group in groups for parameter in group)
+    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
+    largest_tile = max(sizes, default=0)
     if plan.offload_param != "none":
-        _offload_parameters(host, everything, groups, plan, world=world, item=item)
+        _offload_parameters(host, everything, groups, plan, world=world, item=item, tied=tied)
     else:
         host.give(host.take(trained * item))
     if plan.offload_optimizer == "none":
+        host.passing = largest_tile * WIDE if plan.offload_param != "none" else 0
         return host
-    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
+    host.passing = largest_tile * item if plan.offload_param == "none" else 0
     for size in sizes:
         host.take(size * WIDE)
         host.give(host.take(size * WIDE))
-    largest = host.take(max(sizes, default=0) * WIDE)
+    largest = host.take(largest_tile * WIDE)
     for size in sizes:
         host.keep(size * WIDE, pinned=plan.pin_optimizer)
     host.give(largest)
@@ -124,9 +137,11 @@ def _offload_parameters(
     *,
     world: int,
     item: int,
+    tied: int,
 ) -> None:
     """A shard for each parameter; those of what is trained move to a flat one, which is page-locked in any case."""
     blocks, own = [], 0
+    head = host.pin(-(-tied // world) * item) if plan.pin_param and tied else 0
     for parameter in everything:
         size = partition(parameter, world) * item
         if parameter.numel <= plan.persistence_threshold:
@@ -137,6 +152,8 @@ def _offload_parameters(
         else:
             host.take(size)
             own += size if parameter.trained else 0
+    if head:
+        host.unpin(head)
     for group in groups:
         host.pin(sum(partition(parameter, world) for parameter in group) * item)
     for block in blocks:

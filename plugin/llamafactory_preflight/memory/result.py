@@ -34,7 +34,8 @@ class MemoryEstimate:
         low_bytes: The peak will hardly be below this.
         high_bytes: The peak will hardly be above this.
         slack_bytes: What the caching allocator needs beyond the allocated peak under a tight cap.
-        host_bytes: Main memory that the process cannot do without; mapped files that the system may drop are left out.
+        host_bytes: Main memory that all processes here cannot do without, at their height: anonymous, shared and
+            page-locked pages; mapped files that the system may drop are left out.
         host_training_bytes: The same without the saving of the model at the end.
         host_mapped_bytes: What shows as resident while weights load: the processes, and the files that they map.
         nccl_bytes: What communication takes on the card outside of the allocator.

@@ -84,7 +84,7 @@ class _ShardedEstimator(Estimator):
 
     def host(self, split: Mapping[str, int]) -> host.HostNeed:
         """Main memory of all processes here."""
-        tied = parameters.embedding_numel(self.shape) * self.item if self.shape.tie_word_embeddings else 0
+        tied = parameters.embedding_numel(self.shape) if self.shape.tie_word_embeddings else 0
         return host.deepspeed_host(
             self.run,
             self.plan,
@@ -93,7 +93,8 @@ class _ShardedEstimator(Estimator):
             self.ranks,
             item=self.item,
             inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
-            state_dict=self.weights + self.adapters + tied,
+            state_dict=self.weights + self.adapters + tied * self.item,
+            tied=tied,
         )
 
     def _ranks(self) -> Sequence[int]:

@@ -75,6 +75,7 @@ class Coordinator:
         self.uses: dict[_Gathered, list[int]] = {}
         self.passed: list[int] = []
         self.borrowed: set[Key] = set()
+        self.going: dict[tuple[str, _Gathered, int], bool] = {}
 
     def begin_forward(self) -> None:
         """reset_step: at the second micro-step the recorded order is complete."""
@@ -120,7 +121,7 @@ class Coordinator:
         """release_sub_module."""
         for state in self._members(key):
             state.active.discard((module, key))
-            if self._may_go(state):
+            if state.available and not state.active and (not self.complete or self._may_go(module, state)):
                 self._release(state)
 
     def borrow(self, key: Key) -> None:
@@ -176,12 +177,15 @@ class Coordinator:
                 numel += state.numel
         self._gather(ahead)
 
-    def _may_go(self, state: _Gathered) -> bool:
-        """Whether a parameter is neither in use, nor small, nor fetched or used again within the reuse distance."""
-        if not state.available or state.active:
-            return False
-        if not self.complete:
-            return True
+    def _may_go(self, module: str, state: _Gathered) -> bool:
+        """What __params_to_release says of a module at a point of the step, and says again in every later step."""
+        point = module, state, self.step_number
+        if point not in self.going:
+            self.going[point] = self._is_done_with(state)
+        return self.going[point]
+
+    def _is_done_with(self, state: _Gathered) -> bool:
+        """Whether a parameter is neither small, nor fetched nor used again within the reuse distance."""
         if state.persists or self.fetched.get(state, NEVER) > self.step_number:
             return False
         uses = self.uses[state]
