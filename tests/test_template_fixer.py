@@ -52,6 +52,7 @@ class Factory:
         stage: str = "sft",
         generate: bool = False,
         columns: dict[str, Any] | None = None,
+        formatting: str = "sharegpt",
         streaming: bool = False,
         processor: Any = None,
         **options: Any,
@@ -63,7 +64,7 @@ class Factory:
 
         template = self.template(**options)
         self.used = template
-        attr = DatasetAttr("file", "x", formatting="sharegpt")
+        attr = DatasetAttr("file", "x", formatting=formatting)
         vars(attr).update(columns or {})
         if any("tools" in record for record in records):
             attr.tools = "tools"
@@ -451,6 +452,7 @@ def test_images_stay_with_their_turn_and_typed_ones_are_text(
     assert all("one <|image_pad|><|im_end|>" in factory.text(row["input_ids"]) for row in rows)
 
 
+WRONG_ROLES = "it is empty, or its roles are not as they should be"
 BROKEN = {
     "the arguments of a call are not JSON": {
         "conversations": [
@@ -464,9 +466,7 @@ BROKEN = {
     "a call is not JSON": {
         "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add(1)"}]
     },
-    "its roles do not alternate, or it is empty": {
-        "conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]
-    },
+    WRONG_ROLES: {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]},
 }
 ODD = {
     "an empty turn": sharegpt([user("q"), answer("a"), user(" "), answer("b")]),
@@ -486,6 +486,92 @@ def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool)
         assert f"kept: {reason} (index {position})" in said
     assert "50% of the data for training is lost" in said
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
+
+
+OPENAI = {
+    **{"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    **{"observation_tag": "tool", "function_tag": "function", "system_tag": "system", "messages": "messages"},
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_records_that_llamafactory_cannot_read_are_counted(factory: Factory, streaming: bool) -> None:
+    good = sharegpt([user("q"), PLAIN])
+    asked, said = good["conversations"]
+    broken: list[Any] = [None, [], [asked, None], [asked, said | {"from": "bot"}], [asked | {"from": None}, said]]
+    empty = {"conversations": [asked | {"value": None}, said]}
+    records = [good, *({"conversations": messages} for messages in broken), empty]
+    assert len(factory.rows(records, streaming=streaming)) == 2
+    assert f"5 of 7 samples for training left out: {WRONG_ROLES} (index 1, 2, 3, 4, 5)" in factory.said.replace(
+        "the first ", ""
+    )
+    assert "kept: an empty turn (index 6)" in factory.said
+
+
+def test_openai_records_that_llamafactory_cannot_read_are_counted(factory: Factory) -> None:
+    asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    calling = [said | {"tool_calls": calls} for calls in ([None], [{"function": {"name": None, "arguments": "{}"}}])]
+    records: list[Any] = [[asked, said], None, [{"role": "developer", "content": "S"}, asked, said]]
+    records += [[asked, answer] for answer in calling]
+    rows = factory.rows([{"messages": messages} for messages in records], columns=OPENAI, formatting="openai")
+    assert [factory.text(row["input_ids"]) for row in rows] == [NO_THINK_PROMPT + "a<|im_end|>"]
+    assert f"left out: {WRONG_ROLES} (index 1, 2)" in factory.said
+    assert "left out: a call has no name (index 3, 4)" in factory.said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_preference_data_that_llamafactory_cannot_read_is_counted(factory: Factory, streaming: bool) -> None:
+    good = pair("a", "b")
+    asked, wrong = good["conversations"], {"from": "human", "value": "c"}
+    broken = [{"chosen": None}, {"conversations": None}, {"chosen": wrong}, {"rejected": wrong | {"from": "bot"}}]
+    later = {"conversations": [*asked, {"from": "gpt", "value": WITH}, *asked]}
+    rows = factory.rows(
+        [good, *(good | change for change in broken), good | later], stage="rm", columns=RANKING, streaming=streaming
+    )
+    assert f"left out: {WRONG_ROLES} (index 1, 2, 3, 4)" in factory.said
+    history = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    prompts = [NO_THINK_PROMPT, history + NO_THINK_PROMPT]
+    for name, text in (("chosen", "a"), ("rejected", "b")):
+        assert [factory.text(row[f"{name}_input_ids"]) for row in rows] == [
+            f"{prompt}{text}<|im_end|>" for prompt in prompts
+        ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_feedback_without_a_tag_is_counted(factory: Factory, streaming: bool) -> None:
+    good = sharegpt([user("q"), REASONED, user("q"), PLAIN])
+    tags = [True, None, False]
+    rows = factory.rows(
+        [good | {"tag": tag} for tag in tags], stage="kto", columns={"kto_tag": "tag"}, streaming=streaming
+    )
+    assert [row["kto_tags"] for row in rows] == [True, False]
+    assert "left out: it has no second answer, or no tag (index 1)" in factory.said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_without_one_good_sample_is_told(
+    factory: Factory, streaming: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    assert factory.rows([{"conversations": None}, BROKEN[WRONG_ROLES]], streaming=streaming) == []
+    assert "100% of the data for training is lost" in factory.said
+    assert "is left out (" not in capsys.readouterr().err  # a fault of ours
+
+
+def test_objects_are_not_filled_with_the_keys_of_others(factory: Factory) -> None:
+    """Tools and arguments may be objects: `datasets` then gives every one the keys of all, with nulls."""
+    asked = {"role": "user", "content": "q"}
+    records = []
+    for name, arguments in (("x", {"x": {"deep": 1}}), ("y", {"y": [{"z": 2}], "x": None})):
+        tool = {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "integer"}}}}
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        answered = {"role": "assistant", "content": "", "tool_calls": calls}
+        records.append({"messages": [asked, answered], "tools": [{"type": "function", "function": tool}]})
+    texts = [factory.text(row["input_ids"]) for row in factory.rows(records, columns=OPENAI, formatting="openai")]
+    assert '"arguments": {"x": {"deep": 1}}}' in texts[0] and '"arguments": {"y": [{"z": 2}]}}' in texts[1]
+    assert '"properties": {"x": {"type": "integer"}}' in texts[0]
+    assert '"properties": {"y": {"type": "integer"}}' in texts[1]
+    assert not any("null" in text for text in texts)
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -34,7 +34,10 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     do_generate = bool(training_args.predict_with_generate and kwargs["is_eval"])
     staged = choose.for_stage(template, stage, do_generate=do_generate, cutoff_len=data_args.cutoff_len)
     mapper = prepare.Preparation(
-        template=staged, splits=stage == "sft" and not do_generate, is_feedback=stage == "kto"
+        template=staged,
+        splits=stage == "sft" and not do_generate,
+        num_answers=2 if stage in ("rm", "kto") else 1,
+        is_feedback=stage == "kto",
     )
     options: dict[str, Any] = {}
     if not data_args.streaming:
@@ -72,12 +75,11 @@ def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
 
 def _without_lost(prepared: Any, tally: Tally, *, is_streamed: bool) -> Any:
     """The samples that LLaMA-Factory gets; if none is left, all of them, about which it then complains."""
-    if is_streamed:
+    kept = prepared
+    if is_streamed and tally.rows:
         kept = prepared.filter(_is_kept)
     elif tally.rows and tally.num_lost:
         kept = prepared.select([at for at, reason in enumerate(prepared[prepare.LOST]) if not reason])
-    else:
-        kept = prepared
     return kept.remove_columns(list(prepare.OURS))
 
 
@@ -136,7 +138,9 @@ def _full(result: Any, tally: Tally, *, is_streamed: bool) -> tuple[int, int, An
     if is_streamed:
         first = [_is_full(row) for row in islice(iter(result), NUM_STREAMED)]
         return len(first), sum(first), result.filter(_is_full)
-    column = next(name for name in ("input_ids", "chosen_input_ids") if name in result.column_names)
+    column = next((name for name in ("input_ids", "chosen_input_ids") if name in result.column_names), None)
+    if column is None:  # not one sample is left
+        return 0, 0, result
     chunks = result.data.column(column).chunks
     lengths = [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
     tell_cost(tally, lengths)
