@@ -259,7 +259,8 @@ def test_a_base_model_stops_and_is_pushed_repaired(
     assert (generation.eos_token_id, generation.pad_token_id) == ([151645, 151643], 151643)
     assert generation.max_new_tokens == 20
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= pushed.keys()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    side_file = "llamafactory_preflight_template.json"
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", side_file):
         assert pushed[name] == (merged / name).read_bytes(), name
     assert "chat_template.jinja" not in pushed
 
