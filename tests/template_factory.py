@@ -62,6 +62,8 @@ class Factory:
         data = datasets.Dataset.from_list(records)
         data = data.to_iterable_dataset() if streaming else data
         aligned = align_dataset(data, attr, self.arguments, training)
+        if options.get("val_size"):
+            aligned = loader.split_dataset(aligned, None, self.arguments, seed=42)[0]["train"]
         made = loader._get_preprocessed_dataset(
             aligned, self.arguments, training, stage, template, self.tokenizer, processor, is_eval=generate
         )

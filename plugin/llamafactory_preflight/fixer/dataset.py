@@ -51,7 +51,7 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     )
     is_streamed, which = data_args.streaming, "evaluation" if kwargs["is_eval"] else "training"
     tally = Tally.of(_noted(prepared, is_streamed=is_streamed))
-    tell_lost(tally, which=which, is_part=is_streamed)
+    tell_lost(tally, which=which, is_part=is_streamed, places=_places(dataset))
     if staged.purpose == "train" and not kwargs["is_eval"]:
         _settle_mode(tally, template, kwargs["tokenizer"], kwargs.get("processor"))
     result = original(_without_lost(prepared, tally, is_streamed=is_streamed), **kwargs)
@@ -65,6 +65,12 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     tell_too_long(num_seen, num_kept, is_part=is_streamed)
     tell_if_many(tally, num_seen, num_kept, which=which)
     return result
+
+
+def _places(dataset: Any) -> list[int] | None:
+    """Where the rows stood before they were shuffled; None where they were not, and for a stream."""
+    indices = getattr(dataset, "_indices", None)
+    return None if indices is None else indices.column(0).to_pylist()
 
 
 def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
