@@ -153,41 +153,45 @@ def older_transformers(
     return served
 
 
-@pytest.mark.parametrize("name", ["plain", "reasoned"])
 def test_what_is_saved_answers_as_it_was_trained(
-    request: pytest.FixtureRequest,
+    plain: Commands,
+    reasoned: Commands,
     tiny_model: Path,
     run: Callable[..., Any],
     older_transformers: Callable[..., Any],
-    name: str,
 ) -> None:
-    made: Commands = request.getfixturevalue(name)
-    mode, text = ("think", THINK) if name == "reasoned" else ("no_think", NO_THINK)
-    names = ["adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", *(["merged"] if name == "plain" else [])]
-    folders = [made.folder / name for name in names]
-    for folder in folders:
+    wanted = {
+        made.folder / name: (mode, text)
+        for made, mode, text, names in (
+            (plain, "no_think", NO_THINK, ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", "merged")),
+            (reasoned, "think", THINK, ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2")),
+        )
+        for name in names
+    }
+    for folder, (mode, _) in wanted.items():
         record = json.loads((folder / SIDE_FILE).read_text())
         assert (record["mode"], record["num_think"] + record["num_no_think"]) == (mode, 8), folder
         _same_files(tiny_model, folder)
-    (version, kind, older), (_, _, now) = older_transformers(run, folders)
+    (version, kind, older), (_, _, now) = older_transformers(run, list(wanted))
     assert version.startswith("4.57.") and kind == "Qwen2TokenizerFast"
     assert older == now
-    assert [seen[0] for seen in older] == [text, THINK, NO_THINK] * len(folders)
+    assert [seen[0] for seen in older] == [text for _, own in wanted.values() for text in (own, THINK, NO_THINK)]
 
 
 def test_plain_transformers_chat_with_what_is_saved(plain: Commands) -> None:
     """An adapter's folder and an export: the default prompt is the one that was trained, and an answer can end."""
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    for folder in (plain.folder / "adapter", plain.folder / "merged"):
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder)
+    for name, loader in (("adapter", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
+        tokenizer = AutoTokenizer.from_pretrained(plain.folder / name)
+        model = loader.from_pretrained(plain.folder / name)
         given = tokenizer.apply_chat_template(
             QUESTION, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
         ids = model.generate(**given, max_new_tokens=3)[0]
         assert tokenizer.decode(ids).startswith(NO_THINK) and len(ids) > given["input_ids"].shape[1]
-        assert set(model.generation_config.eos_token_id) == {151645, 151643}
+    assert model.generation_config.eos_token_id == [151645, 151643]
     modelfile = (plain.folder / "merged" / "Modelfile").read_text(encoding="utf-8")
     assert ".Thinking" in modelfile and ".Tools" in modelfile
 
