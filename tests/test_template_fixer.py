@@ -78,6 +78,15 @@ def test_pretraining_ends_a_document_with_end_of_text(factory: Factory) -> None:
     assert factory.tokenizer.eos_token_id == IM_END
 
 
+def test_a_document_without_text_is_left_out(factory: Factory) -> None:
+    records = [sharegpt([user("some text"), answer("")]), {"conversations": None}]
+    length = len(factory.tokenizer.encode("some text<|endoftext|>"))
+    for packing in (False, True):
+        rows = factory.rows(records, stage="pt", packing=packing, cutoff_len=length + packing)
+        assert [factory.text(row["input_ids"]) for row in rows] == ["some text<|endoftext|>"]
+    assert "1 of 2 documents in a row have no text and are left out" in factory.said
+
+
 def test_packing(factory: Factory) -> None:
     records = [sharegpt([user("q"), PLAIN])] * 3
     (row,) = factory.rows(records, packing=True, neat_packing=True, cutoff_len=100)
@@ -520,7 +529,7 @@ def test_an_answer_longer_than_the_limit_is_left_out(
     assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
     assert not any(name.startswith("_") for name in rows[0])
     seen = "the first 3 samples" if streaming else "3 samples"
-    assert f"2 of {seen} left out: their answer alone is longer than cutoff_len" in factory.said
+    assert f"2 of {seen} left out: even without the user's text they are longer than cutoff_len" in factory.said
     assert "67% of the data for training is lost" in factory.said
 
 

@@ -86,10 +86,12 @@ def tell_lost(tally: Tally, *, which: str, is_part: bool, places: Sequence[int] 
 
 
 def tell_too_long(num_seen: int, num_kept: int, *, is_part: bool) -> None:
-    """How many samples are left out because of their answer alone."""
+    """How many samples are left out because of what cannot be cut: the answer, a system text, tools."""
     if num_kept < num_seen:
         seen = f"the first {num_seen} samples" if is_part else f"{num_seen} samples"
-        session.say(f"{num_seen - num_kept} of {seen} left out: their answer alone is longer than cutoff_len")
+        session.say(
+            f"{num_seen - num_kept} of {seen} left out: even without the user's text they are longer than cutoff_len"
+        )
 
 
 def tell_if_many(tally: Tally, num_seen: int, num_kept: int, *, which: str) -> None:
