@@ -29,13 +29,13 @@ class Commands:
         self.run = run
         self.common = {"model_name_or_path": str(model), "template": "qwen3", "trust_remote_code": False}
 
-    def train(self, records: list[dict[str, str]], *, switches: dict[str, str] | None = None, **arguments: Any) -> str:
-        """Two steps of LoRA with checkpoints, into `adapter`; what was said on standard output and error."""
+    def training(self, records: list[dict[str, str]]) -> dict[str, Any]:
+        """Arguments of two steps of LoRA with checkpoints, into `adapter`."""
         data = self.folder / "data"
         data.mkdir(exist_ok=True)
         (data / "some.json").write_text(json.dumps(records))
         (data / "dataset_info.json").write_text(json.dumps({"some": {"file_name": "some.json"}}))
-        training = {
+        return {
             **self.common,
             "stage": "sft",
             "do_train": True,
@@ -51,9 +51,11 @@ class Commands:
             "per_device_train_batch_size": 2,
             "report_to": "none",
             "dataloader_pin_memory": False,
-            **arguments,
         }
-        return self.call("train", training, switches)
+
+    def train(self, records: list[dict[str, str]], *, switches: dict[str, str] | None = None, **arguments: Any) -> str:
+        """Trains on records; what was said on standard output and error."""
+        return self.call("train", self.training(records) | arguments, switches)
 
     def export(self, *, switches: dict[str, str] | None = None, **arguments: Any) -> str:
         """The adapter in the model, into `merged`."""
@@ -70,6 +72,9 @@ class Commands:
         return said
 
 
+SIDE_FILE = "llamafactory_preflight_template.json"
+
+
 @pytest.fixture
 def commands(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> Commands:
     return Commands(tmp_path, run, tiny_model)
@@ -82,6 +87,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, module_run
     said = made.train(PLAIN)
     assert said.count("repaired for Qwen3") == 2  # in the log and, as the streams are two here, on standard error
     made.export()
+    return made
+
+
+@pytest.fixture(scope="module")
+def reasoned(plain: Commands, tmp_path_factory: pytest.TempPathFactory, module_run: Callable[..., Any]) -> Commands:
+    """A second stage on the export of the first, with reasoning this time."""
+    made = Commands(tmp_path_factory.mktemp("reasoned"), module_run, plain.folder / "merged")
+    made.train(REASONED)
     return made
 
 
@@ -140,28 +153,61 @@ def older_transformers(
     return served
 
 
-@pytest.mark.parametrize("reasons", [False, True])
 def test_what_is_saved_answers_as_it_was_trained(
-    request: pytest.FixtureRequest,
+    plain: Commands,
+    reasoned: Commands,
     tiny_model: Path,
     run: Callable[..., Any],
     older_transformers: Callable[..., Any],
-    reasons: bool,
 ) -> None:
-    made: Commands = request.getfixturevalue("commands" if reasons else "plain")
-    if reasons:
-        made.train(REASONED)
-    mode, text = ("think", THINK) if reasons else ("no_think", NO_THINK)
-    names = ["adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", *([] if reasons else ["merged"])]
-    folders = [made.folder / name for name in names]
-    for folder in folders:
-        record = json.loads((folder / "llamafactory_preflight_template.json").read_text())
+    wanted = {
+        made.folder / name: (mode, text)
+        for made, mode, text, names in (
+            (plain, "no_think", NO_THINK, ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2", "merged")),
+            (reasoned, "think", THINK, ("adapter", "adapter/checkpoint-1", "adapter/checkpoint-2")),
+        )
+        for name in names
+    }
+    for folder, (mode, _) in wanted.items():
+        record = json.loads((folder / SIDE_FILE).read_text())
         assert (record["mode"], record["num_think"] + record["num_no_think"]) == (mode, 8), folder
         _same_files(tiny_model, folder)
-    (version, kind, older), (_, _, now) = older_transformers(run, folders)
+    (version, kind, older), (_, _, now) = older_transformers(run, list(wanted))
     assert version.startswith("4.57.") and kind == "Qwen2TokenizerFast"
     assert older == now
-    assert [seen[0] for seen in older] == [text, THINK, NO_THINK] * len(folders)
+    assert [seen[0] for seen in older] == [text for _, own in wanted.values() for text in (own, THINK, NO_THINK)]
+
+
+def test_plain_transformers_chat_with_what_is_saved(plain: Commands) -> None:
+    """An adapter's folder and an export: the default prompt is the one that was trained, and an answer can end."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    for name, loader in (("adapter", AutoPeftModelForCausalLM), ("merged", AutoModelForCausalLM)):
+        tokenizer = AutoTokenizer.from_pretrained(plain.folder / name)
+        model = loader.from_pretrained(plain.folder / name)
+        given = tokenizer.apply_chat_template(
+            QUESTION, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        ids = model.generate(**given, max_new_tokens=3)[0]
+        assert tokenizer.decode(ids).startswith(NO_THINK) and len(ids) > given["input_ids"].shape[1]
+    assert model.generation_config.eos_token_id == [151645, 151643]
+    modelfile = (plain.folder / "merged" / "Modelfile").read_text(encoding="utf-8")
+    assert ".Thinking" in modelfile and ".Tools" in modelfile
+
+
+def test_a_second_stage_on_an_adapter_knows_how_it_was_trained(plain: Commands, commands: Commands) -> None:
+    """Half of the data has reasoning: what the adapter was trained for decides."""
+    said = commands.train(
+        PLAIN[:4] + REASONED[4:],
+        adapter_name_or_path=str(plain.folder / "adapter"),
+        max_steps=1,
+        save_strategy="no",
+    )
+    assert "4 answers are trained with thinking and 4 without. The saved chat template answers without" in said
+    record = json.loads((commands.folder / "adapter" / SIDE_FILE).read_text())
+    assert (record["mode"], record["num_think"], record["num_no_think"]) == ("no_think", 4, 4)
+    assert prompt(commands.folder / "adapter") == NO_THINK
 
 
 def _same_files(original: Path, saved: Path) -> None:
@@ -233,9 +279,10 @@ def hub() -> Iterator[tuple[str, dict[str, bytes]]]:
         thread.join()
 
 
-def test_a_base_model_stops_and_is_pushed_repaired(
-    tmp_path: Path, tiny_model: Path, run: Callable[..., Any], hub: tuple[str, dict[str, bytes]]
+def test_a_base_model_resumes_stops_and_is_pushed_repaired(
+    tmp_path: Path, tiny_model: Path, plain: Commands, run: Callable[..., Any], hub: tuple[str, dict[str, bytes]]
 ) -> None:
+    """The same weights as those of a base model, trained on from the other run's first checkpoint."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     base = shutil.copytree(tiny_model, tmp_path / "base")
@@ -247,7 +294,14 @@ def test_a_base_model_stops_and_is_pushed_repaired(
         (base / name).write_text(json.dumps(changed))
     (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 151643, "max_new_tokens": 20}))
     made = Commands(tmp_path, run, base)
-    assert "was never trained" in made.train(PLAIN, save_strategy="no")
+    shutil.copytree(plain.folder / "adapter" / "checkpoint-1", tmp_path / "adapter" / "checkpoint-1")
+    said = made.train(PLAIN, overwrite_output_dir=False)
+    assert "was never trained" in said
+    assert json.loads((tmp_path / "adapter" / "trainer_state.json").read_text())["global_step"] == 2
+    assert f"Resuming training from {tmp_path / 'adapter' / 'checkpoint-1'}" in said
+    for folder in (tmp_path / "adapter", tmp_path / "adapter" / "checkpoint-2"):
+        assert json.loads((folder / SIDE_FILE).read_text())["num_no_think"] == 8
+        assert prompt(folder) == NO_THINK
     address, pushed = hub
     online = {"HF_ENDPOINT": address, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
     said = made.export(export_hub_model_id="someone/merged", hf_hub_token="none", switches=online)
@@ -259,39 +313,57 @@ def test_a_base_model_stops_and_is_pushed_repaired(
     assert (generation.eos_token_id, generation.pad_token_id) == ([151645, 151643], 151643)
     assert generation.max_new_tokens == 20
     assert {"model.safetensors", "config.json", "generation_config.json", "tokenizer.json"} <= pushed.keys()
-    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", SIDE_FILE):
         assert pushed[name] == (merged / name).read_bytes(), name
     assert "chat_template.jinja" not in pushed
 
 
 def test_off_leaves_no_trace(commands: Commands) -> None:
     assert "repaired" not in commands.train(PLAIN, max_steps=1, switches={"LLAMAFACTORY_TEMPLATE": "off"})
-    assert not (commands.folder / "adapter" / "llamafactory_preflight_template.json").exists()
+    assert not (commands.folder / "adapter" / SIDE_FILE).exists()
     assert prompt(commands.folder / "adapter") == THINK
 
 
-def test_a_cache_of_other_rules_is_not_used(commands: Commands) -> None:
-    """One dataset cache, first without the plugin's repair, then with it, then with other switches."""
-    blocks = []
-    for switches in (
-        {"LLAMAFACTORY_TEMPLATE": "off"},
-        {},
-        {"LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "train"},
-        {"LLAMAFACTORY_TEMPLATE": "off"},
-    ):
-        cache = {"HF_DATASETS_CACHE": str(commands.folder / "cache")}
-        said = commands.train(PLAIN, max_steps=1, save_strategy="no", switches=switches | cache)
-        blocks.append("labels:\n<think>\n\n</think>\n\na" in said)
-    assert blocks == [True, False, True, True]
+CACHED = """
+import json, os, sys
+from pathlib import Path
+from llamafactory.data import get_dataset, get_template_and_fix_tokenizer
+from llamafactory.hparams import get_train_args
+from llamafactory.model import load_tokenizer
+given, *runs = json.loads(sys.argv[1])
+seen = []
+for switches in runs:
+    os.environ.update({"LLAMAFACTORY_TEMPLATE": "fix", "LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "mask", **switches})
+    model_args, data_args, training_args, *_ = get_train_args(given)
+    loaded = load_tokenizer(model_args)
+    template = get_template_and_fix_tokenizer(loaded["tokenizer"], data_args)
+    rows = get_dataset(template, model_args, data_args, training_args, stage="sft", **loaded)["train_dataset"]
+    trained = loaded["tokenizer"].decode([label for label in rows[0]["labels"] if label >= 0])
+    seen.append([trained, len(list(Path(os.environ["HF_DATASETS_CACHE"]).rglob("cache-*.arrow")))])
+print("SEEN", json.dumps(seen))
+"""
+
+
+def test_a_cache_of_other_rules_is_not_used(tmp_path: Path, tiny_model: Path, run: Callable[..., Any]) -> None:
+    """One dataset cache: first without the fixer, then with it, then with another switch, and then both again."""
+    given = Commands(tmp_path, run, tiny_model).training(PLAIN)
+    off = {"LLAMAFACTORY_TEMPLATE": "off"}
+    runs = [off, {}, {"LLAMAFACTORY_TEMPLATE_EMPTY_THINK": "train"}, off, {}]
+    environment = {"CUDA_VISIBLE_DEVICES": "", "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    done = run([sys.executable, "-c", CACHED, json.dumps([given, *runs])], cwd=tmp_path, env=environment, timeout=600)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("SEEN "))
+    texts, files = zip(*json.loads(line.removeprefix("SEEN ")), strict=True)
+    block, answered = "<think>\n\n</think>\n\n", "a0<|im_end|>"
+    assert texts == (f"{block}{answered}\n", answered, block + answered, f"{block}{answered}\n", answered)
+    assert files[0] < files[1] < files[2] == files[3] == files[4]  # what fits is used again
 
 
 def test_a_tokenized_dataset_keeps_its_record(commands: Commands) -> None:
     """The first run tokenizes and saves; what the second one trains is known. Without a record nothing is repaired."""
     tokenized = commands.folder / "tokenized"
     options = {"tokenized_path": str(tokenized), "max_steps": 1, "save_strategy": "no"}
-    side_files = [
-        folder / "llamafactory_preflight_template.json" for folder in (tokenized, commands.folder / "adapter")
-    ]
+    side_files = [folder / SIDE_FILE for folder in (tokenized, commands.folder / "adapter")]
     commands.train(PLAIN, **options)
     first = [file.read_text() for file in side_files]
     shutil.rmtree(commands.folder / "adapter")
@@ -334,7 +406,8 @@ for given in json.loads(sys.argv[1]):
 
 
 def test_samples_are_shown(tmp_path: Path, tiny_model: Path, run: Callable[..., Any], root: Path) -> None:
-    command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={tiny_model}"]
+    model = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={model}"]
     command += [f"dataset_dir={root / 'presets/data'}", "--sample", "2", "--html", tmp_path / "page.html"]
     done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -15,92 +15,24 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from template_factory import (
+    NO_THINK_PROMPT,
+    OPENAI,
+    PLAIN,
+    RANKING,
+    REASONED,
+    THINK_PROMPT,
+    WITH,
+    WITHOUT,
+    Factory,
+    factory,
+    pair,
+)
 from template_matrix import END_OF_TEXT, IM_END, VARIANTS, Situation, Variant, answer, expected, result, sharegpt, user
 
 
+__all__ = ["factory"]
 pytestmark = pytest.mark.usefixtures("no_datasets_cache")
-
-
-@pytest.fixture
-def factory(tokenizer: Any, chat_templates: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """LLaMA-Factory with one model of the family: `factory.template(...)`, `factory.rows(records, ...)`."""
-    from llamafactory_preflight.fixer import session
-
-    monkeypatch.setattr(session, "CURRENT", session.Session())  # as a new process has it
-    monkeypatch.setattr(session, "SAID", [])
-    monkeypatch.setattr(tokenizer, "chat_template", chat_templates["qwen3"])
-    return Factory(tokenizer)
-
-
-class Factory:
-    """Calls LLaMA-Factory as its workflows do."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-
-    def template(self, name: str | None = "qwen3", **options: Any) -> Any:
-        from llamafactory.data import get_template_and_fix_tokenizer
-        from llamafactory.hparams import DataArguments
-
-        self.arguments = DataArguments(template=name, **options)
-        return get_template_and_fix_tokenizer(self.tokenizer, self.arguments)
-
-    def rows(
-        self,
-        records: list[dict[str, Any]],
-        *,
-        stage: str = "sft",
-        generate: bool = False,
-        columns: dict[str, Any] | None = None,
-        streaming: bool = False,
-        processor: Any = None,
-        **options: Any,
-    ) -> list[dict[str, Any]]:
-        import datasets
-        from llamafactory.data import loader
-        from llamafactory.data.converter import align_dataset
-        from llamafactory.data.parser import DatasetAttr
-
-        template = self.template(**options)
-        self.used = template
-        attr = DatasetAttr("file", "x", formatting="sharegpt")
-        vars(attr).update(columns or {})
-        if any("tools" in record for record in records):
-            attr.tools = "tools"
-        self.arguments.streaming = streaming
-        training = SimpleNamespace(local_process_index=0, should_log=False, predict_with_generate=generate)
-        data = datasets.Dataset.from_list(records)
-        data = data.to_iterable_dataset() if streaming else data
-        aligned = align_dataset(data, attr, self.arguments, training)
-        made = loader._get_preprocessed_dataset(
-            aligned, self.arguments, training, stage, template, self.tokenizer, processor, is_eval=generate
-        )
-        return list(made)
-
-    @property
-    def said(self) -> str:
-        """What the fixer said in this test."""
-        from llamafactory_preflight.fixer import session
-
-        return "\n".join(session.SAID)
-
-    def text(self, ids: list[int]) -> str:
-        decoded: str = self.tokenizer.decode([token for token in ids if token >= 0])
-        return decoded
-
-
-THINK_PROMPT = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n"
-NO_THINK_PROMPT = THINK_PROMPT + "<think>\n\n</think>\n\n"
-PLAIN, REASONED = answer("a"), answer("a", "r")
-
-
-def pair(chosen: str, rejected: str) -> dict[str, Any]:
-    turns = {"chosen": {"from": "gpt", "value": chosen}, "rejected": {"from": "gpt", "value": rejected}}
-    return {"conversations": [{"from": "human", "value": "q"}], **turns}
-
-
-RANKING = {"ranking": True, "chosen": "chosen", "rejected": "rejected"}
-WITH, WITHOUT = "<think>\nr\n</think>\n\na", "b"
 
 
 @pytest.mark.parametrize(
@@ -144,6 +76,15 @@ def test_pretraining_ends_a_document_with_end_of_text(factory: Factory) -> None:
     rows = factory.rows(records, stage="pt")
     assert [row["input_ids"][-1] for row in rows] == [END_OF_TEXT]
     assert factory.tokenizer.eos_token_id == IM_END
+
+
+def test_a_document_without_text_is_left_out(factory: Factory) -> None:
+    records = [sharegpt([user("some text"), answer("")]), {"conversations": None}]
+    length = len(factory.tokenizer.encode("some text<|endoftext|>"))
+    for packing in (False, True):
+        rows = factory.rows(records, stage="pt", packing=packing, cutoff_len=length + packing)
+        assert [factory.text(row["input_ids"]) for row in rows] == ["some text<|endoftext|>"]
+    assert "1 of 2 documents in a row have no text and are left out" in factory.said
 
 
 def test_packing(factory: Factory) -> None:
@@ -451,6 +392,7 @@ def test_images_stay_with_their_turn_and_typed_ones_are_text(
     assert all("one <|image_pad|><|im_end|>" in factory.text(row["input_ids"]) for row in rows)
 
 
+WRONG_ROLES = "it is empty, or its roles are not as they should be"
 BROKEN = {
     "the arguments of a call are not JSON": {
         "conversations": [
@@ -464,9 +406,7 @@ BROKEN = {
     "a call is not JSON": {
         "conversations": [{"from": "human", "value": "q"}, {"from": "function_call", "value": "add(1)"}]
     },
-    "its roles do not alternate, or it is empty": {
-        "conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]
-    },
+    WRONG_ROLES: {"conversations": [{"from": "gpt", "value": "a"}, {"from": "human", "value": "q"}]},
 }
 ODD = {
     "an empty turn": sharegpt([user("q"), answer("a"), user(" "), answer("b")]),
@@ -479,13 +419,100 @@ def test_broken_samples_are_counted_and_named(factory: Factory, streaming: bool)
     good = sharegpt([user("q"), PLAIN])
     records = [good, *BROKEN.values(), good, *ODD.values()]
     rows = factory.rows(records, streaming=streaming)
-    said = factory.said
+    said = factory.said.replace(" of the shuffled stream", "")
     for position, reason in enumerate(BROKEN, 1):
         assert f"left out: {reason} (index {position})" in said
     for position, reason in enumerate(ODD, len(BROKEN) + 2):
         assert f"kept: {reason} (index {position})" in said
     assert "50% of the data for training is lost" in said
     assert len(rows) == 2 + 1 + 2  # two good ones, one that is kept, and one of two answers
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_records_that_llamafactory_cannot_read_are_counted(factory: Factory, streaming: bool) -> None:
+    good = sharegpt([user("q"), PLAIN])
+    asked, said = good["conversations"]
+    broken: list[Any] = [None, [], [asked, None], [asked, said | {"from": "bot"}], [asked | {"from": None}, said]]
+    empty = {"conversations": [asked | {"value": None}, said]}
+    records = [good, *({"conversations": messages} for messages in broken), empty]
+    assert len(factory.rows(records, streaming=streaming)) == 2
+    said = factory.said.replace("the first ", "").replace(" of the shuffled stream", "")
+    assert f"5 of 7 samples for training left out: {WRONG_ROLES} (index 1, 2, 3, 4, 5)" in said
+    assert "kept: an empty turn (index 6)" in said
+
+
+def test_openai_records_that_llamafactory_cannot_read_are_counted(factory: Factory) -> None:
+    asked, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    calling = [said | {"tool_calls": calls} for calls in ([None], [{"function": {"name": None, "arguments": "{}"}}])]
+    records: list[Any] = [[asked, said], None, [{"role": "developer", "content": "S"}, asked, said]]
+    records += [[asked, answer] for answer in calling]
+    rows = factory.rows([{"messages": messages} for messages in records], columns=OPENAI, formatting="openai")
+    assert [factory.text(row["input_ids"]) for row in rows] == [NO_THINK_PROMPT + "a<|im_end|>"]
+    assert f"left out: {WRONG_ROLES} (index 1, 2)" in factory.said
+    assert "left out: a call has no name (index 3, 4)" in factory.said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_preference_data_that_llamafactory_cannot_read_is_counted(factory: Factory, streaming: bool) -> None:
+    good = pair("a", "b")
+    asked, wrong = good["conversations"], {"from": "human", "value": "c"}
+    broken = [{"chosen": None}, {"conversations": None}, {"chosen": wrong}, {"rejected": wrong | {"from": "bot"}}]
+    later = {"conversations": [*asked, {"from": "gpt", "value": WITH}, *asked]}
+    rows = factory.rows(
+        [good, *(good | change for change in broken), good | later], stage="rm", columns=RANKING, streaming=streaming
+    )
+    assert f"left out: {WRONG_ROLES} (index 1, 2, 3, 4" in factory.said
+    history = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\na<|im_end|>\n"
+    prompts = [NO_THINK_PROMPT, history + NO_THINK_PROMPT]
+    for name, text in (("chosen", "a"), ("rejected", "b")):
+        assert [factory.text(row[f"{name}_input_ids"]) for row in rows] == [
+            f"{prompt}{text}<|im_end|>" for prompt in prompts
+        ]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_feedback_without_a_tag_is_counted(factory: Factory, streaming: bool) -> None:
+    good = sharegpt([user("q"), REASONED, user("q"), PLAIN])
+    tags = [True, None, False]
+    rows = factory.rows(
+        [good | {"tag": tag} for tag in tags], stage="kto", columns={"kto_tag": "tag"}, streaming=streaming
+    )
+    assert [row["kto_tags"] for row in rows] == [True, False]
+    assert "left out: it has no second answer, or no tag (index 1" in factory.said
+
+
+def test_a_broken_sample_is_named_by_its_place_before_the_split(factory: Factory) -> None:
+    """LLaMA-Factory shuffles what it splits; several processes count as one does."""
+    good, broken = sharegpt([user("q"), PLAIN]), sharegpt([answer("a"), user("q")])
+    records = [good] * 9 + [broken] + [good] * 9 + [broken] + [good] * 20
+    rows = factory.rows(records, dataset="x", val_size=0.1, preprocessing_num_workers=2)
+    assert len(rows) == 34 and f"2 of 36 samples for training left out: {WRONG_ROLES} (index 9, 19)" in factory.said
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_data_without_one_good_sample_is_told(
+    factory: Factory, streaming: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LLAMAFACTORY_PREFLIGHT_WARNED", raising=False)
+    assert factory.rows([{"conversations": None}, BROKEN[WRONG_ROLES]], streaming=streaming) == []
+    assert "100% of the data for training is lost" in factory.said
+    assert "is left out (" not in capsys.readouterr().err  # a fault of ours
+
+
+def test_objects_are_not_filled_with_the_keys_of_others(factory: Factory) -> None:
+    """Tools and arguments may be objects: `datasets` then gives every one the keys of all, with nulls."""
+    asked = {"role": "user", "content": "q"}
+    records = []
+    for name, arguments in (("x", {"x": {"deep": 1}}), ("y", {"y": [{"z": 2}], "x": None})):
+        tool = {"name": name, "parameters": {"type": "object", "properties": {name: {"type": "integer"}}}}
+        calls = [{"type": "function", "function": {"name": name, "arguments": arguments}}]
+        answered = {"role": "assistant", "content": "", "tool_calls": calls}
+        records.append({"messages": [asked, answered], "tools": [{"type": "function", "function": tool}]})
+    texts = [factory.text(row["input_ids"]) for row in factory.rows(records, columns=OPENAI, formatting="openai")]
+    assert '"arguments": {"x": {"deep": 1}}}' in texts[0] and '"arguments": {"y": [{"z": 2}]}}' in texts[1]
+    assert '"properties": {"x": {"type": "integer"}}' in texts[0]
+    assert '"properties": {"y": {"type": "integer"}}' in texts[1]
+    assert not any("null" in text for text in texts)
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -502,7 +529,7 @@ def test_an_answer_longer_than_the_limit_is_left_out(
     assert [factory.text(row["labels"]) for row in rows] == ["a<|im_end|>"]
     assert not any(name.startswith("_") for name in rows[0])
     seen = "the first 3 samples" if streaming else "3 samples"
-    assert f"2 of {seen} left out: their answer alone is longer than cutoff_len" in factory.said
+    assert f"2 of {seen} left out: even without the user's text they are longer than cutoff_len" in factory.said
     assert "67% of the data for training is lost" in factory.said
 
 

@@ -146,7 +146,6 @@ POINTS = (
     ),
     PatchPoint(module="llamafactory.model.loader", attribute="load_model", around=_repairing("model")),
     PatchPoint(module="llamafactory.train.tuner", attribute="run_exp", around=_repairing("training")),
-    PatchPoint(module="llamafactory.train.tuner", attribute="export_model", around=_repairing("export")),
     PatchPoint(
         module="llamafactory.data.template", attribute="get_template_and_fix_tokenizer", around=_repairing("template")
     ),

@@ -34,7 +34,10 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     do_generate = bool(training_args.predict_with_generate and kwargs["is_eval"])
     staged = choose.for_stage(template, stage, do_generate=do_generate, cutoff_len=data_args.cutoff_len)
     mapper = prepare.Preparation(
-        template=staged, splits=stage == "sft" and not do_generate, is_feedback=stage == "kto"
+        template=staged,
+        splits=stage == "sft" and not do_generate,
+        num_answers=2 if stage in ("rm", "kto") else 1,
+        is_feedback=stage == "kto",
     )
     options: dict[str, Any] = {}
     if not data_args.streaming:
@@ -48,7 +51,7 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     )
     is_streamed, which = data_args.streaming, "evaluation" if kwargs["is_eval"] else "training"
     tally = Tally.of(_noted(prepared, is_streamed=is_streamed))
-    tell_lost(tally, which=which, is_part=is_streamed)
+    tell_lost(tally, which=which, is_part=is_streamed, places=_places(dataset))
     if staged.purpose == "train" and not kwargs["is_eval"]:
         _settle_mode(tally, template, kwargs["tokenizer"], kwargs.get("processor"))
     result = original(_without_lost(prepared, tally, is_streamed=is_streamed), **kwargs)
@@ -64,6 +67,12 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
     return result
 
 
+def _places(dataset: Any) -> list[int] | None:
+    """Where the rows stood before they were shuffled; None where they were not, and for a stream."""
+    indices = getattr(dataset, "_indices", None)
+    return None if indices is None else indices.column(0).to_pylist()
+
+
 def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
     if is_streamed:
         return iter(list(islice(iter(prepared), NUM_STREAMED)))
@@ -72,12 +81,11 @@ def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
 
 def _without_lost(prepared: Any, tally: Tally, *, is_streamed: bool) -> Any:
     """The samples that LLaMA-Factory gets; if none is left, all of them, about which it then complains."""
-    if is_streamed:
+    kept = prepared
+    if is_streamed and tally.rows:
         kept = prepared.filter(_is_kept)
     elif tally.rows and tally.num_lost:
         kept = prepared.select([at for at, reason in enumerate(prepared[prepare.LOST]) if not reason])
-    else:
-        kept = prepared
     return kept.remove_columns(list(prepare.OURS))
 
 
@@ -136,7 +144,9 @@ def _full(result: Any, tally: Tally, *, is_streamed: bool) -> tuple[int, int, An
     if is_streamed:
         first = [_is_full(row) for row in islice(iter(result), NUM_STREAMED)]
         return len(first), sum(first), result.filter(_is_full)
-    column = next(name for name in ("input_ids", "chosen_input_ids") if name in result.column_names)
+    column = next((name for name in ("input_ids", "chosen_input_ids") if name in result.column_names), None)
+    if column is None:  # not one sample is left
+        return 0, 0, result
     chunks = result.data.column(column).chunks
     lengths = [length for chunk in chunks for length in chunk.value_lengths().to_pylist()]
     tell_cost(tally, lengths)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers.utils.hub import cached_file
 
 from llamafactory_preflight.fixer import session
+from llamafactory_preflight.templates import record
 
 
 TOKENIZER_FILES = (
@@ -26,14 +27,23 @@ PROCESSOR_FILES = (
 
 
 def keep(tokenizer: Any, processor: Any) -> None:
-    """Makes `save_pretrained` of both write the published files; a vocabulary that grew is left to transformers."""
+    """Makes `save_pretrained` of both write the published files; a vocabulary that grew is left to transformers.
+
+    In an export the side file is saved with the tokenizer, because a push to a hub saves to a folder of its own.
+    """
     originals = {name: found for name in (*TOKENIZER_FILES, *PROCESSOR_FILES) if (found := _original(name))}
-    if not {"tokenizer.json", "tokenizer_config.json"} <= originals.keys():
-        return
-    if session.CURRENT.num_tokens != len(tokenizer):
-        return
-    _wrap(tokenizer, lambda folder: _restore_tokenizer(tokenizer, originals, folder))
-    if processor is not None and "preprocessor_config.json" in originals:
+    restores = {"tokenizer.json", "tokenizer_config.json"} <= originals.keys()
+    restores &= session.CURRENT.num_tokens == len(tokenizer)
+    made = session.CURRENT.record if session.CURRENT.export_dir else None
+
+    def complete(folder: Path) -> None:
+        if restores:
+            _restore_tokenizer(tokenizer, originals, folder)
+        if made is not None:
+            record.write(folder, made)
+
+    _wrap(tokenizer, complete)
+    if restores and processor is not None and "preprocessor_config.json" in originals:
         _wrap(processor, lambda folder: _restore_processor(tokenizer, processor, originals, folder))
 
 

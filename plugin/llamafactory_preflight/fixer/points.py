@@ -8,7 +8,6 @@ from typing import Any
 
 from llamafactory_preflight.fixer import session
 from llamafactory_preflight.settings import Settings
-from llamafactory_preflight.templates import record
 
 
 Original = Callable[..., Any]
@@ -120,11 +119,3 @@ def training(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     given = _bound(original, args, kwargs)
     given["callbacks"] = [*(given["callbacks"] or []), saving.SideFile()]
     return original(**given)
-
-
-def export(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Around an export: the side file goes where the model goes."""
-    result = original(*args, **kwargs)
-    if session.CURRENT.repairs and session.CURRENT.record is not None and session.CURRENT.export_dir:
-        record.write(session.CURRENT.export_dir, session.CURRENT.record)
-    return result

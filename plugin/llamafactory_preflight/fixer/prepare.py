@@ -27,11 +27,13 @@ class Preparation:
     Attributes:
         template: The template for the stage; part of the fingerprint.
         splits: Whether conversations are taken apart.
+        num_answers: Answers that a sample must have: two in preference data.
         is_feedback: Whether one of two answers is empty by design, as in KTO.
     """
 
     template: OfficialTemplate
     splits: bool
+    num_answers: int = 1
     is_feedback: bool = False
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
@@ -48,7 +50,7 @@ class Preparation:
                 texts = [message | {"content": escape(message["content"] or "", media)} for message in row[name]]
                 row = row | {name: texts}
         noted = row | {INDEX: index, LOST: "", ODD: "", THINK: 0, NO_THINK: 0}
-        reason = _lost(row, self.template)
+        reason = _lost(row, self.template, self.num_answers)
         if reason:
             return [noted | {"_prompt": [], "_response": [], LOST: reason}]
         answers = row["_response"]
@@ -88,15 +90,13 @@ def _upto(row: Row, messages: list[Message], end: int) -> Row:
     return row | {"_prompt": messages[: end - 1], "_response": messages[end - 1 : end]} | media
 
 
-def _lost(row: Row, template: OfficialTemplate) -> str:
+def _lost(row: Row, template: OfficialTemplate, num_answers: int) -> str:
     """Why a sample cannot be used, or an empty string."""
     prompt, response = row["_prompt"], row["_response"]
-    if not prompt:
-        return "its roles do not alternate, or it is empty"
-    if len(prompt) % 2 != 1:
-        return "its roles do not alternate"
-    if template.purpose == "train" and not response:
-        return "it has no answer"
+    if len(prompt) % 2 != 1 or any(message["role"] not in ANSWERS for message in response):
+        return "it is empty, or its roles are not as they should be"
+    if template.purpose == "train" and len(response) < num_answers:
+        return "it has no answer" if num_answers == 1 else "it has no second answer, or no tag"
     family = template.style.family
     try:
         for message in (*prompt, *response):

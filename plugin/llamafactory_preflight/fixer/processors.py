@@ -12,6 +12,7 @@ from llamafactory.data.processor import (
     PretrainDatasetProcessor,
 )
 
+from llamafactory_preflight.fixer import session
 from llamafactory_preflight.fixer.template import OfficialTemplate
 from llamafactory_preflight.templates.families import END_OF_TEXT
 from llamafactory_preflight.templates.messages import Message
@@ -104,11 +105,14 @@ class Documents(PretrainDatasetProcessor):  # type: ignore[misc]
     template: OfficialTemplate
 
     def preprocess_dataset(self, examples: dict[str, list[Any]]) -> dict[str, list[Any]]:
-        """LLaMA-Factory's own, with another token at the end of each document."""
+        """LLaMA-Factory's own, with another token at the end of each document, and without those that have no text."""
+        documents = [prompt for prompt in examples["_prompt"] if prompt and prompt[0]["content"] is not None]
+        if missing := len(examples["_prompt"]) - len(documents):
+            session.say(f"{missing} of {len(examples['_prompt'])} documents in a row have no text and are left out")
         usual = self.tokenizer.eos_token
         self.tokenizer.eos_token = END_OF_TEXT
         try:
-            inputs: dict[str, list[Any]] = super().preprocess_dataset(examples)
+            inputs: dict[str, list[Any]] = super().preprocess_dataset(examples | {"_prompt": documents})
         finally:
             self.tokenizer.eos_token = usual
         return inputs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,26 +67,31 @@ class Tally:
         return self.num_samples - self.num_lost
 
 
-def tell_lost(tally: Tally, *, which: str, is_part: bool) -> None:
+def tell_lost(tally: Tally, *, which: str, is_part: bool, places: Sequence[int] | None = None) -> None:
     """One line for each reason why samples are left out, or are strange.
 
     Args:
         tally: What was counted.
         which: The dataset's use.
         is_part: Whether only the first samples were looked at.
+        places: Where each sample stood before LLaMA-Factory split off the evaluation data, if it did.
     """
+    order = " of the shuffled stream" if is_part else ""
     seen = f"the first {tally.num_samples} samples" if is_part else f"{tally.num_samples} samples"
     for found, fate in ((tally.lost, "left out"), (tally.odd, "kept")):
         for reason, indices in found.items():
-            named = ", ".join(map(str, indices[:NUM_NAMED])) + (", ..." if len(indices) > NUM_NAMED else "")
-            session.say(f"{len(indices)} of {seen} for {which} {fate}: {reason} (index {named})")
+            at = sorted(indices if places is None else (places[index] for index in indices))
+            named = ", ".join(map(str, at[:NUM_NAMED])) + (", ..." if len(at) > NUM_NAMED else "")
+            session.say(f"{len(at)} of {seen} for {which} {fate}: {reason} (index {named}{order})")
 
 
 def tell_too_long(num_seen: int, num_kept: int, *, is_part: bool) -> None:
-    """How many samples are left out because of their answer alone."""
+    """How many samples are left out because of what cannot be cut: the answer, a system text, tools."""
     if num_kept < num_seen:
         seen = f"the first {num_seen} samples" if is_part else f"{num_seen} samples"
-        session.say(f"{num_seen - num_kept} of {seen} left out: their answer alone is longer than cutoff_len")
+        session.say(
+            f"{num_seen - num_kept} of {seen} left out: even without the user's text they are longer than cutoff_len"
+        )
 
 
 def tell_if_many(tally: Tally, num_seen: int, num_kept: int, *, which: str) -> None:
