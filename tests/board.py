@@ -135,7 +135,7 @@ class BoardPage:
         self.address = address
         self.console_errors: list[str] = []
         self._running: set[Any] = set()
-        page.set_default_timeout(15_000)
+        page.set_default_timeout(60_000)  # a busy machine takes its time
         page.on("console", lambda said: self.console_errors.append(said.text) if said.type == "error" else None)
         page.on("pageerror", lambda error: self.console_errors.append(str(error)))
         page.on("request", lambda request: self._running.add(request) if _is_event(request.url) else None)
@@ -150,7 +150,7 @@ class BoardPage:
         self.settle()
         return self
 
-    def settle(self, timeout: float = 30) -> None:
+    def settle(self, timeout: float = 120) -> None:
         """Waits until nothing is on its way to the server and back."""
         deadline, quiet_since = time.monotonic() + timeout, time.monotonic()
         while time.monotonic() - quiet_since < QUIET_SECONDS:
@@ -177,7 +177,7 @@ class BoardPage:
         field.press("Tab")
         self.settle()
 
-    def press(self, name: str, *, until: str = "", timeout: float = 30) -> None:
+    def press(self, name: str, *, until: str = "", timeout: float = 120) -> None:
         """Presses a button of the visible tab, and waits until the box below the buttons says something."""
         self.page.locator("button:visible", has_text=name).first.click()
         self.settle()
@@ -204,7 +204,7 @@ class BoardPage:
 
     def command(self) -> dict[str, Any]:
         """The arguments in Preview's command, read as the command line would be."""
-        before, deadline = self.output(), time.monotonic() + 3  # it may well be the same command as before
+        before, deadline = self.output(), time.monotonic() + 8  # it may well be the same command as before
         self.press("Preview command", until="llamafactory-cli train")
         while self.output() == before and time.monotonic() < deadline:
             self.page.wait_for_timeout(50)
