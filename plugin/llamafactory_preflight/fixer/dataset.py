@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -16,6 +17,7 @@ from llamafactory_preflight.templates.thinking import asked_for
 
 
 NUM_STREAMED = 1000  # of streamed data, what is looked at before the training
+STREAMED_AT_ONCE = 16  # `datasets` joins the keys of a batch into one, and then again those of LLaMA-Factory's batches
 
 
 def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any]) -> Any:
@@ -39,22 +41,25 @@ def preprocess(original: Callable[..., Any], dataset: Any, kwargs: dict[str, Any
         num_answers=2 if stage in ("rm", "kto") else 1,
         is_feedback=stage == "kto",
     )
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"batched": True, "with_indices": True, "batch_size": STREAMED_AT_ONCE}
     if not data_args.streaming:
-        options = {
+        options |= {
+            "batch_size": data_args.preprocessing_batch_size,
             "num_proc": data_args.preprocessing_num_workers,
             "load_from_cache_file": (not data_args.overwrite_cache) or training_args.local_process_index != 0,
             "desc": "Looking at samples",
         }
-    prepared = dataset.map(
-        mapper, batched=True, with_indices=True, batch_size=data_args.preprocessing_batch_size, **options
-    )
+    prepared = dataset.map(mapper, **options)
     is_streamed, which = data_args.streaming, "evaluation" if kwargs["is_eval"] else "training"
     tally = Tally.of(_noted(prepared, is_streamed=is_streamed))
     tell_lost(tally, which=which, is_part=is_streamed, places=_places(dataset))
     if staged.purpose == "train" and not kwargs["is_eval"]:
         _settle_mode(tally, template, kwargs["tokenizer"], kwargs.get("processor"))
-    result = original(_without_lost(prepared, tally, is_streamed=is_streamed), **kwargs)
+    if is_streamed and tally.rows:
+        kept = dataset.map(replace(mapper, notes=False), **options)
+    else:
+        kept = _without_lost(prepared, tally)
+    result = original(kept, **kwargs)
     if staged.purpose != "train":
         tell_if_many(tally, 1, 1, which=which)
         return result
@@ -79,18 +84,12 @@ def _noted(prepared: Any, *, is_streamed: bool) -> Iterator[dict[str, Any]]:
     return iter(prepared.select_columns(list(prepare.OURS)))
 
 
-def _without_lost(prepared: Any, tally: Tally, *, is_streamed: bool) -> Any:
+def _without_lost(prepared: Any, tally: Tally) -> Any:
     """The samples that LLaMA-Factory gets; if none is left, all of them, about which it then complains."""
     kept = prepared
-    if is_streamed and tally.rows:
-        kept = prepared.filter(_is_kept)
-    elif tally.rows and tally.num_lost:
+    if tally.rows and tally.num_lost:
         kept = prepared.select([at for at, reason in enumerate(prepared[prepare.LOST]) if not reason])
     return kept.remove_columns(list(prepare.OURS))
-
-
-def _is_kept(row: dict[str, Any]) -> bool:
-    return not row[prepare.LOST]
 
 
 def _settle_mode(tally: Tally, template: OfficialTemplate, tokenizer: Any, processor: Any) -> None:

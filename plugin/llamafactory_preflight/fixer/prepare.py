@@ -29,20 +29,25 @@ class Preparation:
         splits: Whether conversations are taken apart.
         num_answers: Answers that a sample must have: two in preference data.
         is_feedback: Whether one of two answers is empty by design, as in KTO.
+        notes: Whether lost samples stay, and every row says what was found; else neither.
     """
 
     template: OfficialTemplate
     splits: bool
     num_answers: int = 1
     is_feedback: bool = False
+    notes: bool = True
 
     def __call__(self, batch: dict[str, list[Any]], indices: list[int]) -> dict[str, list[Any]]:
-        """One batch: no sample vanishes, a lost one stays as an empty conversation with its reason."""
+        """One batch; with notes no sample vanishes, a lost one stays as an empty conversation with its reason."""
         rows: list[Row] = []
         for position, index in enumerate(indices):
             row = {name: values[position] for name, values in batch.items()}
             rows.extend(self._prepared(row, index))
-        return {name: [row[name] for row in rows] for name in (*batch, *OURS)}
+        if self.notes:
+            return {name: [row[name] for row in rows] for name in (*batch, *OURS)}
+        kept = [row for row in rows if not row[LOST]]
+        return {name: [row[name] for row in kept] for name in batch}
 
     def _prepared(self, row: Row, index: int) -> list[Row]:
         if media := self.template.style.media_tokens:  # typed by somebody: LLaMA-Factory puts the real ones in later
