@@ -303,7 +303,7 @@ def test_presets_are_copied_for_the_boards_own_loader(run: Any, tmp_path: Path) 
     assert not [name for name in loaded if "preflight" in name or name in ("top.lang", "top.hub_name")]
 
 
-def test_a_board_that_changed_runs_without_us_and_says_so_once(tmp_path: Path) -> None:
+def test_a_board_that_changed_runs_without_us_and_says_so_once(tmp_path: Path, run: Any) -> None:
     code = """
 import gradio as gr
 from llamafactory.webui.runner import Runner
@@ -316,7 +316,7 @@ for _ in range(2):
         engine.manager.add_elems("top", create_top())
         print(len([name for name in create_train_tab(engine) if "preflight" in name]))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    done = run([sys.executable, "-c", code], cwd=tmp_path)
     assert done.stdout.split() == ["0", "0"], done.stderr
     told = [line for line in done.stderr.splitlines() if line.startswith("llamafactory-preflight: ")]
     assert len(told) == 1 and "LLaMA-Board has no _initialize; it runs without" in told[0]
