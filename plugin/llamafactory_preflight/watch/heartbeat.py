@@ -53,9 +53,10 @@ class Heartbeat:
         return self._output_dir / FOLDER / f"rank_{self._state.rank}.json"
 
     def start(self) -> None:
-        """Begins to write."""
-        self._write({})
-        self._thread.start()
+        """Begins to write, unless it has begun."""
+        if self._thread.ident is None:
+            self._write({})
+            self._thread.start()
 
     def end(self, outcome: Mapping[str, Any] | None = None) -> None:
         """Stops; leaves an outcome for the parent to read, or nothing at all."""

@@ -47,12 +47,18 @@ class Training:
             for text in aftermath.of_killed(self.output_dir):
                 handoff.say(text.removeprefix("llamafactory-preflight: "))
             heartbeat.clear(Path(self.output_dir))
-        if self._heartbeat is not None:
-            self._heartbeat.start()
+        # Where our parent has not looked, the first rank may refuse the run, and torchrun ends the others unheard.
+        if handoff.speaks() or handoff.is_checked(self._given):
+            self._start_heartbeat()
 
     def data_is_read(self, longest: Longest | None) -> None:
-        """The data is tokenized; the weights come next."""
+        """The data is tokenized, so the run was not refused; the weights come next."""
         self.longest, self.state.phase = longest, "load"
+        self._start_heartbeat()
+
+    def _start_heartbeat(self) -> None:
+        if self._heartbeat is not None:
+            self._heartbeat.start()
 
     def finish(self) -> None:
         """The run is over: one line, and `preflight.json`."""
