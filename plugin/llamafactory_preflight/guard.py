@@ -17,7 +17,6 @@ from llamafactory_preflight import (
     handoff,
     host,
     machine,
-    memory,
     preflight,
     report,
 )
@@ -122,10 +121,6 @@ def _fits_when_short(result: Result) -> bool:
     """Whether the run could fit if every sample were short; packing fills each sequence, so there it cannot."""
     if result.run.packing or result.shape is None:
         return False
-    card = machine.card_of(result.device, num_gpus=len(result.devices), env=os.environ)
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    ranks = machine.ranks_of(len(result.devices), env=os.environ)
-    estimate = memory.estimate(
-        result.run, result.shape, software=result.software, card=card, length=length, ranks=ranks
-    )
+    estimate = preflight.predictor(result, length=length)(result.run)
     return preflight.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
