@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -124,15 +124,8 @@ def qwen3_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         ),
         templates=frozenset({"qwen3_vl", "qwen3_vl_nothink"}),
         dummy_tokens=66,
-        tower=TowerShape(
-            hidden_size=size,
-            width=width,
-            depth=depth,
-            num_heads=vision.get("num_heads", 16),
-            out_size=out,
-            patch_size=patch,
-            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
-            merge_size=vision.get("spatial_merge_size", 2),
+        tower=replace(
+            _tower(vision, size=size, depth=depth, width=width, patch=patch, frames=frames, out=out),
             num_stacked=stacked,
             requires_grad=False,
         ),
@@ -154,15 +147,8 @@ def qwen2_5_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 2 * size + size,
         templates=frozenset({"qwen2_vl"}),
         dummy_tokens=6,
-        tower=TowerShape(
-            hidden_size=size,
-            width=width,
-            depth=depth,
-            num_heads=vision.get("num_heads", 16),
-            out_size=out,
-            patch_size=patch,
-            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
-            merge_size=vision.get("spatial_merge_size", 2),
+        tower=replace(
+            _tower(vision, size=size, depth=depth, width=width, patch=patch, frames=frames, out=out),
             window=vision.get("window_size", 112) // patch,
             num_full_attention_blocks=len(vision.get("fullatt_block_indexes", (7, 15, 23, 31))),
             rms_norm=True,
@@ -185,15 +171,16 @@ def qwen2_vl(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         other=size * vision.get("in_channels", 3) * frames * patch**2 + depth * 4 * size + 2 * size,
         templates=frozenset({"qwen2_vl"}),
         dummy_tokens=6,
-        tower=TowerShape(
-            hidden_size=size,
-            width=width,
-            depth=depth,
-            num_heads=vision.get("num_heads", 16),
-            out_size=vision.get("hidden_size", hidden_size),
-            patch_size=patch,
-            patch_numel=vision.get("in_channels", 3) * frames * patch**2,
-            merge_size=vision.get("spatial_merge_size", 2),
+        tower=replace(
+            _tower(
+                vision,
+                size=size,
+                depth=depth,
+                width=width,
+                patch=patch,
+                frames=frames,
+                out=vision.get("hidden_size", hidden_size),
+            ),
             quick_gelu=vision.get("hidden_act", "quick_gelu") == "quick_gelu",
         ),
     )
@@ -215,6 +202,22 @@ def gemma3(vision: Mapping[str, Any], hidden_size: int) -> VisionShape:
         ),
         templates=frozenset({"gemma3"}),
         dummy_tokens=260,
+    )
+
+
+def _tower(
+    vision: Mapping[str, Any], *, size: int, depth: int, width: int, patch: int, frames: int, out: int
+) -> TowerShape:
+    """What the towers of Qwen's vision models have in common."""
+    return TowerShape(
+        hidden_size=size,
+        width=width,
+        depth=depth,
+        num_heads=vision.get("num_heads", 16),
+        out_size=out,
+        patch_size=patch,
+        patch_numel=vision.get("in_channels", 3) * frames * patch**2,
+        merge_size=vision.get("spatial_merge_size", 2),
     )
 
 
