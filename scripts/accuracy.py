@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import memory, verdict
+from llamafactory_preflight import fsdp, memory, verdict
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
 from llamafactory_preflight.model_shape import ModelShape
@@ -89,6 +89,8 @@ def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory
         args["eval_dataset"] = "rows"
     software = replace(SOFTWARE, **case.get("software", {}))
     run = from_arguments(args, software=software, origin=case["id"])
+    if "accelerate" in case:
+        run = replace(run, accelerate=fsdp.from_accelerate(case["accelerate"], origin=case["id"]))
     expandable = "expandable_segments:True" in case.get("env", {}).get("PYTORCH_CUDA_ALLOC_CONF", "")
     card = memory.Card(compute_capability=(9, 0), expandable_segments=expandable)
     shape = ModelShape.from_config(models[case["model"]])

@@ -47,6 +47,18 @@ def environment(rank: int, world: int, port: int, *, one_gpu: bool) -> dict[str,
     return env | LOOPBACK | {"NCCL_HOSTID": f"rank{rank}"} if one_gpu and world > 1 else env
 
 
+def launched(config: dict[str, Any], folder: Path) -> dict[str, str]:
+    """What `accelerate launch --config_file` sets for a configuration, by accelerate's own code."""
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    file = folder / "accelerate.yaml"
+    file.write_text(json.dumps({"num_processes": 2, "num_machines": 1, "machine_rank": 0} | config))  # YAML takes it
+    found, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
+    env = prepare_multi_gpu_env(found)
+    return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
+
+
 def run(case: dict[str, Any], port: int, *, one_gpu: bool) -> dict[str, Any]:
     """Runs a case and returns its row: the largest peaks, `per_rank`, and main memory of all ranks at once.
 
@@ -60,10 +72,11 @@ def run(case: dict[str, Any], port: int, *, one_gpu: bool) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "case.json").write_text(json.dumps(case))
+        asked = launched(case["accelerate"], folder) if "accelerate" in case else {}
         ranks = [
             subprocess.Popen(
                 [sys.executable, str(SCRIPT), str(folder / "case.json"), str(folder / f"{rank}.json")],
-                env=os.environ | environment(rank, world, port, one_gpu=one_gpu),
+                env=os.environ | asked | environment(rank, world, port, one_gpu=one_gpu),
             )
             for rank in range(world)
         ]

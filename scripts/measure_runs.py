@@ -4,7 +4,8 @@ usage: python scripts/measure_runs.py CASES.json OUT.jsonl [--jobs N] [--deadlin
 
 CASES.json is {"models": {name: config.json as a mapping}, "cases": [...]}, and a case {"id": ..., "model": name,
 "args": {LLaMA-Factory arguments}, "cap_gib": allocator memory, "env": {...}, "need_gib": what to reserve meanwhile,
-"host_gib": the same of main memory, "ranks": processes that train together, "save": whether the model is saved}.
+"host_gib": the same of main memory, "ranks": processes that train together, "accelerate": the configuration of
+accelerate that launches them, "save": whether the model is saved}.
 Weights are sparse files of zeros in the real shapes: memory does not depend on values, but for the router's, which are
 random and spread tokens over the experts. Every sample is cut to exactly `cutoff_len` tokens. Each case is a process
 of its own, forked from one that has imported what takes long, several side by side within the card's memory. Ranks are
@@ -167,9 +168,8 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     from llamafactory.train import tuner
     from transformers import Trainer, TrainerCallback
 
-    result: dict[str, Any] = {
-        key: case[key] for key in ("id", "model", "args", "images", "cap_gib", "env", "ranks") if key in case
-    }
+    kept = ("id", "model", "args", "images", "cap_gib", "env", "ranks", "accelerate")
+    result: dict[str, Any] = {key: case[key] for key in kept if key in case}
     marks: list[int] = []
     reset = torch.cuda.reset_peak_memory_stats
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import judged, schema
+from llamafactory_preflight import fsdp, judged, schema
 from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.software import Software
 
 
@@ -135,6 +136,7 @@ class RunDescription:
     # distribution and engines that are not modelled
     deepspeed: dict[str, Any] | None = None
     fsdp: str | None = None
+    fsdp_config: dict[str, Any] | None = None
     use_mca: bool = False
     use_hyper_parallel: bool = False
     # inference and export
@@ -143,6 +145,13 @@ class RunDescription:
     infer_backend: str = "huggingface"
     # arguments that are set and may change memory in a way that no formula knows
     unmodelled: tuple[str, ...] = ()
+    # how the processes are launched: what `accelerate launch` says of FSDP in their environment
+    accelerate: Mapping[str, str] | None = None
+
+    @property
+    def fsdp_plan(self) -> FsdpPlan | None:
+        """FSDP as the arguments or the launcher ask for it."""
+        return fsdp.plan(self.fsdp, self.fsdp_config, self.accelerate)
 
     @property
     def serves(self) -> bool:
@@ -169,6 +178,8 @@ OTHER_FILES = {
     "tensor_model_parallel_size": "These are arguments of Megatron (USE_MCA=1), which has no formula yet",
 }
 """Keys that tell what a file is that LLaMA-Factory's usual parser refuses."""
+OURS = frozenset({"unmodelled", "accelerate"})
+"""Fields that are no arguments."""
 LARGEST = 2**31 - 1  # No count of a run that could start is larger.
 
 
@@ -191,7 +202,7 @@ def from_arguments(
     for key in OTHER_FILES.keys() & problems.keys():
         raise UserError(OTHER_FILES[key], where=origin)
     values: dict[str, Any] = {}
-    read = [field for field in fields(RunDescription) if field.name != "unmodelled"]
+    read = [field for field in fields(RunDescription) if field.name not in OURS]
     for field in read:
         if field.name not in arguments or field.name in problems:
             continue
@@ -230,7 +241,11 @@ def _implied(
 def _converted(name: str, annotation: str, value: Any) -> Any:
     """One argument as `RunDescription` holds it."""
     if name == "deepspeed":
-        return _deepspeed(value)
+        return _json(value, "deepspeed", "DeepSpeed")
+    if name == "fsdp_config":
+        return _json(value, "fsdp_config", "FSDP")
+    if name == "fsdp" and isinstance(value, bool):
+        return "full_shard" if value else None
     if annotation.startswith("tuple"):
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return tuple(str(item).strip() for item in items if item is not None)
@@ -256,19 +271,20 @@ def _converted(name: str, annotation: str, value: Any) -> Any:
     return number
 
 
-def _deepspeed(value: Any) -> dict[str, Any] | None:
+def _json(value: Any, argument: str, kind: str) -> dict[str, Any] | None:
+    """A configuration that an argument holds, or the file that it names."""
     if value is None or isinstance(value, dict):
         return value or None
     try:
         text = str(value) if str(value).startswith("{") else Path(str(value)).read_text(encoding="utf-8")
         loaded = json.loads(text)
     except FileNotFoundError:
-        raise UserError(f"The DeepSpeed file {value} does not exist", where="`deepspeed`") from None
+        raise UserError(f"The {kind} file {value} does not exist", where=f"`{argument}`") from None
     except (OSError, ValueError, RecursionError) as error:
         reason = words(error)
-        raise UserError(f"The DeepSpeed file {value} is not readable JSON: {reason}", where="`deepspeed`") from None
+        raise UserError(f"The {kind} file {value} is not readable JSON: {reason}", where=f"`{argument}`") from None
     if not isinstance(loaded, dict):
-        raise UserError(f"The DeepSpeed file {value} holds no JSON object", where="`deepspeed`")
+        raise UserError(f"The {kind} file {value} holds no JSON object", where=f"`{argument}`")
     return loaded
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import sharded
+from llamafactory_preflight.memory import fsdp, sharded
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.estimator import Estimator, evaluates
 from llamafactory_preflight.memory.refusals import refuse
@@ -48,6 +48,8 @@ def estimate(
     card, ranks = card or Card(), ranks or Ranks()
     if run.deepspeed is not None:
         return sharded.estimate(run, shape, software, card, length, ranks)
+    if run.fsdp_plan is not None:
+        return fsdp.estimate(run, shape, software, card, length, ranks)
     found = Estimator(run, shape, software, card, length, ranks, images).result()
     if images is None or images.exact:
         return found

@@ -112,13 +112,13 @@ class Graph:
             return run(x)
 
         modules.enter(name, key)
-        out = run(self._hooked(x, partial(modules.leave, name, key)))
+        out = run(self.hooked(x, partial(modules.leave, name, key)))
         modules.leave(name, key)
         if name == PEFT_MODEL:  # answers for the model it wraps, whose hook takes the place of its own
-            return self._hooked(out, modules.enter_container)
-        return self._hooked(out, partial(modules.enter, name, key))
+            return self.hooked(out, modules.enter_container)
+        return self.hooked(out, partial(modules.enter, name, key))
 
-    def _hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
+    def hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
         """The same tensor behind a function whose backward runs a hook."""
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
@@ -134,7 +134,7 @@ class Graph:
 
     def end_container(self, x: Tensor) -> Tensor:
         """It ends with this output, whose gradient meets the module's hook."""
-        return x if self.modules is None else self._hooked(x, self.modules.enter_container)
+        return x if self.modules is None else self.hooked(x, self.modules.enter_container)
 
     def borrow(self, weight: Weight) -> None:
         """Reads a weight outside of its own module."""

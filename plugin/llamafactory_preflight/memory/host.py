@@ -47,7 +47,7 @@ def host_bytes(
         peak: Peak on the card, which is main memory for a run on the CPU.
         together: Whether the process trains together with others.
     """
-    process = PROCESS_BYTES + together * RANK_BYTES + _workers(run)
+    process = PROCESS_BYTES + together * RANK_BYTES + workers_bytes(run)
     if run.use_cpu:
         return process + peak
     saved = trained if run.finetuning_type in ADAPTERS else weights  # copied from the card to be written
@@ -105,13 +105,13 @@ def deepspeed_host(
             accumulates = run.gradient_accumulation_steps > 1
             held = zero2_host(groups, plan, world=ranks.world, rank=rank, item=item, accumulates=accumulates)
             saved = state_dict
-        process, lasting = PROCESS_BYTES + DEEPSPEED_BYTES + _workers(run), held.own + held.pinned
+        process, lasting = PROCESS_BYTES + DEEPSPEED_BYTES + workers_bytes(run), held.own + held.pinned
         training += max(PROCESS_BYTES + held.peak, process + lasting + max(moved, held.passing))
         saving += process + lasting + saved
     return HostNeed(training=training, saving=saving)
 
 
-def _workers(run: RunDescription) -> int:
+def workers_bytes(run: RunDescription) -> int:
     """Workers of the data loader live beside the training; those of the tokenization are gone by then."""
     return run.dataloader_num_workers * WORKER_BYTES
 

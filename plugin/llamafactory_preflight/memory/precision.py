@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from llamafactory_preflight.model_shape import ModelShape
@@ -39,6 +40,8 @@ def precision(run: RunDescription, shape: ModelShape) -> Precision:
     loaded = dtypes.named(shape.dtype)
     if run.deepspeed is not None:
         return _under_deepspeed(run, run.deepspeed, shape)
+    if run.fsdp_plan is not None:
+        return _under_fsdp(run, run.fsdp_plan)
     autocast = BFLOAT16 if run.bf16 else FLOAT16 if run.fp16 else None
     keeps = (run.pure_bf16 or run.use_badam) and run.finetuning_type in ("full", "freeze")
     compute = autocast or (BFLOAT16 if run.pure_bf16 else loaded)
@@ -53,3 +56,15 @@ def _under_deepspeed(run: RunDescription, config: Mapping[str, Any], shape: Mode
         asked = "bf16" if run.bf16 else "fp16" if run.fp16 else "fp32"
     dtype = half[asked]
     return Precision(loaded=dtype, compute=dtype, trained=dtype, autocast=None)
+
+
+def _under_fsdp(run: RunDescription, plan: FsdpPlan) -> Precision:
+    """What a unit computes with once it is gathered: 16 bit, whatever its shards are kept in.
+
+    Version 1 runs under accelerate's autocast. PEFT looks at an adapter's type while it is not gathered, so it casts
+    its input to float32, and the unit casts it back as autocast would.
+    """
+    if plan.version == 2:
+        return Precision(loaded=BFLOAT16, compute=BFLOAT16, trained=BFLOAT16, autocast=None)
+    trained = BFLOAT16 if run.finetuning_type == "full" else FLOAT32
+    return Precision(loaded=BFLOAT16, compute=BFLOAT16, trained=trained, autocast=BFLOAT16)

@@ -19,7 +19,6 @@ from llamafactory_preflight.zero import ZeroPlan
 OTHER_CODE = (
     "use_unsloth", "use_kt", "fp8", "use_mca", "use_hyper_parallel", "use_v1_kernels", "mixture_of_depths",
     "torch_compile", "use_dft_loss", "use_asft_loss", "use_eaft_loss", "shift_attn", "resize_vocab", "use_llama_pro",
-    "fsdp",
 )  # fmt: skip
 """Settings that put a run on code that no formula here follows."""
 

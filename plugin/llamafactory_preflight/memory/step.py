@@ -74,6 +74,11 @@ class Model:
 
 def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and backward of the causal language-model loss; the ledger holds the peak afterwards."""
+    backward(ops, language_model_loss(ops, model, tokens))
+
+
+def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The forward of it, up to where the Trainer has the loss alone."""
     logits = None
     with ops.autocast():
         if model.wrapped:
@@ -92,8 +97,7 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
             result = ops.end_container(result)
     if logits is not None:
         logits = convert(ops, model, logits)
-    del logits
-    backward(ops, result)
+    return result
 
 
 def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
