@@ -158,7 +158,12 @@ def _peak(result: dict[str, Any]) -> float:
 def _host(
     case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEstimate, early: dict[str, Any]
 ) -> Host | None:
-    """What ranks held themselves; a run without ranks knows its resident size only, which files hardly raise there."""
+    """What ranks held themselves; a run without ranks knows its resident size only, which files hardly raise there.
+
+    Ranks used to leave while the first one saved the model, so that a row of that time says too little of the save.
+    """
+    if case.get("save") and not result.get("ranks_wait"):
+        return None
     alone = result.get("host_peak_rss_gib") if "deepspeed" in case["args"] else None
     measured = result.get("host_own_gib", alone)
     if not measured:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -59,6 +60,13 @@ def launched(config: dict[str, Any], folder: Path) -> dict[str, str]:
     return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 
 
+def free_port() -> int:
+    """A port that nothing listens on, so that measurements can run beside each other."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
 def run(case: dict[str, Any], port: int, *, one_gpu: bool) -> dict[str, Any]:
     """Runs a case and returns its row: the largest peaks, `per_rank`, and main memory of all ranks at once.
 
@@ -82,7 +90,8 @@ def run(case: dict[str, Any], port: int, *, one_gpu: bool) -> dict[str, Any]:
         ]
         memory = _watch(ranks)
         rows = [_row(folder / f"{rank}.json") for rank in range(world)]
-    row: dict[str, Any] = {"id": case["id"]} | rows[0] | memory | {"one_gpu": one_gpu and world > 1}
+    row: dict[str, Any] = {"id": case["id"]} | rows[0] | memory
+    row |= {"one_gpu": one_gpu and world > 1, "ranks_wait": True}
     row["ok"] = all(other["ok"] for other in rows)
     for other in reversed(rows):  # what a rank says goes before that another was killed for it
         if not other["ok"] and other.get("error") != "killed":
@@ -146,6 +155,8 @@ def main() -> None:
     result = measure_runs.run_case(json.loads(case.read_text()))
     row.write_text(json.dumps(result))
     sys.stdout.flush()
+    while result["ok"] and len(list(row.parent.glob("[0-9]*.json"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(PAUSE)  # in a training with checkpoints nobody leaves while the first rank saves
     os._exit(0 if result["ok"] else 1)  # communication threads may not end by themselves
 
 

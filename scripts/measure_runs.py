@@ -259,8 +259,9 @@ def _pinned_bytes() -> int:
         return -1
 
 
-def run_forked(case: dict[str, Any], out: Path, port: int, *, one_gpu: bool) -> int:
+def run_forked(case: dict[str, Any], out: Path, *, one_gpu: bool) -> int:
     """Forks a process for one case; it appends its row to `out`."""
+    port = measure_ranks.free_port()
     pid = os.fork()
     if pid:
         return pid
@@ -284,14 +285,12 @@ def run_all(cases: list[dict[str, Any]], out: Path, options: argparse.Namespace)
     started = time.time()
     running: dict[int, dict[str, Any]] = {}
     todo = sorted(cases, key=lambda case: -float(case.get("need_gib", 16)))
-    for number in range(10**6):
-        if not (todo or running):
-            break
+    while todo or running:
         late = time.time() - started > options.deadline
         fitting = [case for case in todo if not running or _fits([*running.values(), case], limits)]
         if fitting and len(running) < options.jobs and not late:
             todo.remove(fitting[0])
-            pid = run_forked(fitting[0], out, 29500 + number % 1000, one_gpu=options.one_gpu)
+            pid = run_forked(fitting[0], out, one_gpu=options.one_gpu)
             running[pid] = fitting[0]
             continue
         pid, _ = os.waitpid(-1, os.WNOHANG)

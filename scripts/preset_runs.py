@@ -259,7 +259,6 @@ def run_all(
     started = time.time()
     todo = sorted(runs, key=lambda run: -run.need_gib)
     running: dict[int, Run] = {}  # by process
-    port = 29500
     while todo or running:
         late = time.time() - started > deadline
         if late:
@@ -272,7 +271,7 @@ def run_all(
         fitting = next((run for run in todo if run.need_gib <= free or not active), None)
         if fitting is not None and len(active) < jobs:
             todo.remove(fitting)
-            port += 1
+            port = measure_ranks.free_port()
             for rank in range(fitting.num_gpus):
                 (ROOT / f"{fitting.name}.{rank}.json").unlink(missing_ok=True)
                 running[_fork(fitting, rank, port)] = fitting

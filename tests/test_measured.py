@@ -69,6 +69,16 @@ def test_what_several_ranks_take_was_known_beforehand_but_for_lora_under_zero_3(
     assert max(early.values()) < 0.06
 
 
+def test_what_several_ranks_take_was_known_beforehand_in_the_second_round() -> None:
+    rows = list(accuracy.replay(accuracy.MEASURED / "held_out_multi_2"))
+    early = [row.beforehand / row.measured - 1 for row in rows if row.measured and row.beforehand]
+    hosts = [row.host.beforehand / row.host.measured - 1 for row in rows if row.host and row.host.beforehand]
+    assert (len(early), len(hosts)) == (17, 16)
+    assert statistics.median(map(abs, early)) <= 0.03
+    assert min(early) >= -0.05 and max(early) < 0.06
+    assert max(map(abs, hosts)) <= 0.1
+
+
 def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row]) -> None:
     wrong = []
     for row in rows:
