@@ -1,12 +1,14 @@
-"""Writes what `verify_presets.py` measured into the record, the headers of the presets and the table of the README.
+"""Writes what was measured into the records, the headers of the presets and the tables of the README.
 
-usage: python scripts/write_figures.py [RESULTS.jsonl]
+usage: python scripts/write_figures.py [RESULTS.jsonl ...] [--speed RESULTS.jsonl ...]
 
-Without results it only writes headers and table again from the record, presets/measured.json.
+Results are what `verify_presets.py --out` collected and, after --speed, what `compare_speed.py --json` printed. Without
+any it only writes headers and tables again from the records, presets/measured.json and presets/speed.json.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -18,8 +20,11 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "presets/measured.json"
+SPEED = ROOT / "presets/speed.json"
 README = ROOT / "README.md"
 MARKS = ("<!-- presets: written by scripts/write_figures.py -->", "<!-- end of presets -->")
+SPEED_MARKS = ("<!-- speed: written by scripts/write_figures.py -->", "<!-- end of speed -->")
+OTHERS = ("example", "recipe")
 KEPT = (
     "peak_gib", "predicted_gib", "cap_gib", "reserved_gib", "host_gib", "tokens_per_step", "tokens_per_second",
     "accumulation", "num_gpus", "one_gpu", "gpu",
@@ -97,6 +102,45 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def read_speed(file: Path, record: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The record of speeds with the runs of a file that got through; the last one of each arm counts."""
+    found = {(row["mix"], row["preset"], row["arm"]): row for row in record}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if row["ok"] and "samples_per_second" in row:
+            kept = {key: row[key] for key in ("mix", "preset", "arm", "changed", "peak_gib")}
+            rounded = {key: round(row[key], 4) for key in ("samples_per_second", "tokens_per_second", "mfu")}
+            found[row["mix"], row["preset"], row["arm"]] = (
+                kept | rounded | {"timed_steps": len(row["step_seconds"]) - 1}
+            )
+    return [found[key] for key in sorted(found)]
+
+
+def speed_table(record: list[dict[str, Any]]) -> str:
+    """The README's table of speeds: the preset's own, and how many times that of the others it is."""
+    lines = [
+        "| samples | preset | samples/s | of the card's peak | over LLaMA-Factory's example | over the usual recipe |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    speeds = {(row["mix"], row["preset"], row["arm"]): row["samples_per_second"] for row in record}
+    for row in sorted(
+        record, key=lambda row: (row["mix"] != "short", int(row["preset"].split("gb_")[0]), row["preset"])
+    ):
+        if row["arm"] != "preset":
+            continue
+        own = row["samples_per_second"]
+        others = [speeds.get((row["mix"], row["preset"], arm)) for arm in OTHERS]
+        times = " | ".join(f"{own / other:.1f}x" if other else "not yet" for other in others)
+        lines.append(f"| {row['mix']} | `{row['preset']}` | {own:.1f} | {row['mfu']:.0%} | {times} |")
+    return "\n".join(lines)
+
+
+def between(text: str, marks: tuple[str, str], new: str) -> str:
+    """A text with what stands between two marks replaced."""
+    before, rest = text.split(marks[0])
+    return f"{before}{marks[0]}\n{new}\n{marks[1]}{rest.split(marks[1])[1]}"
+
+
 def _gpus(file: Path) -> int:
     match = re.match(r"(\d+)x", file.name)
     return int(match[1]) if match else 1
@@ -109,18 +153,25 @@ def _order(file: Path) -> tuple[int, int, str]:
 
 
 def main() -> None:
-    """Writes the record if there are results, then what shows it."""
+    """Writes the records if there are results, then what shows them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("results", nargs="*", type=Path)
+    parser.add_argument("--speed", nargs="*", type=Path, default=[])
+    options = parser.parse_args()
     record: dict[str, Any] = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
-    for argument in sys.argv[1:]:
-        record = read_results(Path(argument), record)
+    speed: list[dict[str, Any]] = json.loads(SPEED.read_text(encoding="utf-8")) if SPEED.exists() else []
+    for file in options.results:
+        record = read_results(file, record)
+    for file in options.speed:
+        speed = read_speed(file, speed)
     RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+    SPEED.write_text(json.dumps(speed, indent=1) + "\n", encoding="utf-8")
     for file in (ROOT / "presets").glob("*gb_*.yaml"):
         text = file.read_text(encoding="utf-8")
         line = measured_line(file.stem, record, yaml.safe_load(text))
         file.write_text(re.sub(r"(?m)^# Measured: .*$", line, text, count=1), encoding="utf-8")
-    before, rest = README.read_text(encoding="utf-8").split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    README.write_text(f"{before}{MARKS[0]}\n{table(record)}\n{MARKS[1]}{after}", encoding="utf-8")
+    text = between(README.read_text(encoding="utf-8"), MARKS, table(record))
+    README.write_text(between(text, SPEED_MARKS, speed_table(speed)), encoding="utf-8")
 
 
 if __name__ == "__main__":

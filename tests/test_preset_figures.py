@@ -97,7 +97,7 @@ def test_results_become_figures_everywhere(tmp_path: Path, monkeypatch: pytest.M
     (tmp_path / "presets").mkdir()
     preset = tmp_path / "presets/24gb_lora.yaml"
     preset.write_bytes((ROOT / "presets/24gb_lora.yaml").read_bytes())
-    (tmp_path / "README.md").write_text("\n".join(figures.MARKS), encoding="utf-8")
+    (tmp_path / "README.md").write_text("\n".join([*figures.MARKS, *figures.SPEED_MARKS]), encoding="utf-8")
     good = dict.fromkeys(figures.KEPT, 1) | {"name": "24gb_lora", "ok": True, "gpu": "card", "one_gpu": False}
     good |= {"peak_gib": 20.5, "cap_gib": 21.5, "tokens_per_second": 12345, "tokens_per_step": 16384}
     good["accumulation"] = 2
@@ -107,12 +107,30 @@ def test_results_become_figures_everywhere(tmp_path: Path, monkeypatch: pytest.M
     for name, path in {
         "ROOT": tmp_path,
         "RECORD": tmp_path / "measured.json",
+        "SPEED": tmp_path / "speed.json",
         "README": tmp_path / "README.md",
     }.items():
         monkeypatch.setattr(figures, name, path)
-    monkeypatch.setattr("sys.argv", ["write_figures.py", str(tmp_path / "rows.jsonl")])
+    speed = {"ok": True, "mix": "short", "preset": "24gb_lora", "changed": "", "peak_gib": 20.5, "mfu": 0.25}
+    speed |= {"tokens_per_second": 1.0, "step_seconds": [9.0, 1.0, 1.0]}
+    arms = [
+        speed | {"arm": arm, "samples_per_second": number}
+        for arm, number in {"preset": 30.0, "recipe": 4.0, "example": 1.5}.items()
+    ]
+    arms.append(speed | {"arm": "example", "ok": False, "samples_per_second": 2.0})
+    (tmp_path / "speed.jsonl").write_text("\n".join(map(json.dumps, arms)), encoding="utf-8")
+    arguments = [str(tmp_path / "rows.jsonl"), "--speed", str(tmp_path / "speed.jsonl")]
+    monkeypatch.setattr("sys.argv", ["write_figures.py", *arguments])
     figures.main()
     assert json.loads((tmp_path / "measured.json").read_text(encoding="utf-8")).keys() == {"24gb_lora"}
     line = "# Measured: 20.50 GiB of the 21.5 that the smallest such card offers; 12,345 tokens a second (card under"
     assert f"{line} that cap)." in preset.read_text(encoding="utf-8").splitlines()
     assert re.search(r"`presets/24gb_lora.yaml`.*20\.50 of 21\.5.*12,345", (tmp_path / "README.md").read_text("utf-8"))
+    assert "| short | `24gb_lora` | 30.0 | 25% | 20.0x | 7.5x |" in (tmp_path / "README.md").read_text("utf-8")
+
+
+def test_the_readme_has_the_speeds_of_the_record() -> None:
+    record = json.loads((ROOT / "presets/speed.json").read_text(encoding="utf-8"))
+    table = (ROOT / "README.md").read_text("utf-8").split(figures.SPEED_MARKS[0])[1].split(figures.SPEED_MARKS[1])[0]
+    assert table.strip() == figures.speed_table(record)
+    assert {row["preset"] for row in record} <= {preset.name for preset in TIERED}
