@@ -2,8 +2,8 @@
 
 usage: python scripts/write_figures.py [RESULTS.jsonl ...] [--speed RESULTS.jsonl ...]
 
-Results are what `verify_presets.py --out` collected and, after --speed, what `compare_speed.py --json` printed. Without
-any it only writes headers and tables again from the records, presets/measured.json and presets/speed.json.
+Results are what `verify_presets.py --out` collected and, after --speed, what `compare_speed.py --json` printed.
+Without any it only writes headers and tables again from the records, presets/measured.json and presets/speed.json.
 """
 
 from __future__ import annotations
