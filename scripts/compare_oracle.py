@@ -21,9 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-
-os.environ.update(DISABLE_VERSION_CHECK="1", HF_HUB_OFFLINE="1")
-
 from llamafactory_preflight import memory
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.model_shape import ModelShape
@@ -248,6 +245,7 @@ def main() -> None:
     parser.add_argument("--only", type=int, help="run one configuration and print it, without the table")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds; go on later")
     options = parser.parse_args()
+    os.environ.update(DISABLE_VERSION_CHECK="1", HF_HUB_OFFLINE="1")  # before the libraries load, in every process
     grid = list(configurations(options.count, options.seed))
     if options.only is not None:
         row = compare(grid[options.only])

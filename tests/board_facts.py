@@ -5,42 +5,31 @@ from __future__ import annotations
 import json
 import sys
 
-import gradio as gr
 from llamafactory.webui import common
-from llamafactory.webui.components import create_top, create_train_tab
-from llamafactory.webui.engine import Engine
 
 from llamafactory_preflight import presets
-from llamafactory_preflight.board import adapter, fields, place
+from llamafactory_preflight.board import adapter, configs, fields, place
 
 
-engine = Engine(demo_mode=True)
-with gr.Blocks() as blocks:
-    above = create_top()
-    engine.manager.add_elems("top", above)
-    tab = create_train_tab(engine)
-    engine.manager.add_elems("train", tab)
-elements = adapter.inputs({f"top.{name}": element for name, element in above.items()}, tab)
-board = adapter.board(engine, elements)
-page = {name: element.value for name, element in elements.items()}
+new = configs.NewBoard()
 runs, unplaced = {}, {}
 for preset in presets.available():
     arguments = presets.with_absolute_paths(preset)
-    placement = place.preset(board, arguments, page)
+    placement = place.preset(new.board, arguments, new.values)
     unplaced[preset.name] = placement.unplaced
-    data = {element: placement.values[name] for name, element in elements.items()}
-    parsed = engine.runner._parse_train_args(data)
+    data = {element: placement.values[name] for name, element in new.elements.items()}
+    parsed = new.engine.runner._parse_train_args(data)
     parsed["output_dir"] = placement.values[fields.OUTPUT_DIR]
     runs[preset.name] = {"wanted": arguments, "parsed": parsed, "sent": common._clean_cmd(parsed)}
-functions = blocks.fns.values() if hasattr(blocks, "fns") else blocks.dependencies
+functions = new.blocks.fns.values() if hasattr(new.blocks, "fns") else new.blocks.dependencies
 print(
     json.dumps(
         {
             "unplaced": unplaced,
             "runs": runs,
-            "ours": [name for name in tab if name.startswith(adapter.OURS)],
+            "ours": [name for name in new.tab if name.startswith(adapter.OURS)],
             "without_element": sorted(
-                identifier for identifier in fields.ELEMENTS.values() if identifier not in elements
+                identifier for identifier in fields.ELEMENTS.values() if identifier not in new.elements
             ),
             "bound": len(list(functions)),
         }

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamafactory_preflight import cli, fit, memory, preflight, yaml_text
+from llamafactory_preflight import cli, fit, memory, preflight, report, yaml_text
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
@@ -208,3 +208,29 @@ def test_a_run_that_lacks_main_memory_alone_is_left_as_it_is() -> None:
     on_card = looked_at(run, "8b", 80 * GIB)
     assert on_card.verdict.word == "fits"
     assert fit.fitting(dataclasses.replace(on_card, host_budget_bytes=1), allow=EVERYTHING) is None
+
+
+def test_nothing_is_moved_to_main_memory_that_does_not_hold_it() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, finetuning_type="full", optim="adamw_torch")
+    plain = looked_at(run, "8b", 0)
+    assert plain.estimate is not None
+    moved = dataclasses.replace(run, optim="paged_adamw_8bit", use_unsloth_gc=True)
+    predicted = preflight.predictor(plain)(moved)
+    assert predicted.host_bytes > plain.estimate.host_bytes
+    card = Device(name="card", total_bytes=200 * GIB, free_bytes=200 * GIB)
+    for budget, fits in ((None, True), (predicted.host_bytes, True), (predicted.host_bytes - 1, False), (1, False)):
+        result = dataclasses.replace(plain, device=card, host_budget_bytes=budget)
+        assert preflight.fits(result, predicted) is fits
+        assert preflight.fits(result, plain.estimate)
+
+
+def test_a_fit_that_main_memory_does_not_hold_says_so() -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, per_device_train_batch_size=8)
+    result = dataclasses.replace(looked_at(run, "8b", 40 * GIB), host_budget_bytes=1)
+    remedy = fit.fitting(result, allow=EVERYTHING)
+    assert remedy is not None
+    said = [
+        report.fitted(remedy, preflight.judge_with_host(remedy.estimate, result.device, budget))
+        for budget in (1, 2**50)
+    ]
+    assert ["main memory" in text for text in said] == [True, False]

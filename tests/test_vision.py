@@ -213,6 +213,15 @@ def test_a_data_set_with_images_is_predicted_and_the_report_says_how(folder: Pat
     assert not any("image_max_pixels" in reason for reason in text.estimate.reasons)
 
 
+def test_changes_of_a_run_are_predicted_with_its_images(folder: Path) -> None:
+    text, pictures = check(folder, "words"), check(folder, "photos")
+    assert preflight.predictor(pictures)(pictures.run) == pictures.estimate
+    assert preflight.predictor(text)(text.run) == text.estimate
+    shorter = replace(pictures.run, cutoff_len=64)
+    reasons = preflight.predictor(pictures)(shorter).reasons
+    assert any("fits into 64 tokens" in reason for reason in reasons)
+
+
 def test_a_tower_that_keeps_its_activations_is_pointed_out(folder: Path) -> None:
     kept, released = (
         [finding.id for finding in check(folder, "photos", config).findings] for config in (QWEN25, QWEN3)

@@ -30,7 +30,7 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
     """
     if result.shape is None or result.device is None or result.estimate is None:
         return None
-    if preflight.judge(result.estimate, result.device, None).word == "fits":
+    if preflight.fits(result, result.estimate):
         return None  # main memory is what it lacks, and none of this frees any
     kept = frozenset().union(*(names for name, names in KEPT.items() if name not in allow))
     found = remedies.remedies(
@@ -38,7 +38,7 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
         result.shape.model_type,
         software=result.software,
         predict=preflight.predictor(result, length=length),
-        fits=lambda estimate: preflight.judge(estimate, result.device, None).word == "fits",
+        fits=lambda estimate: preflight.fits(result, estimate),
         kept=kept,
     )
     return found[0] if found else None

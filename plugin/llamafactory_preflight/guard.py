@@ -51,7 +51,8 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
         # Ranks that torchrun started without our parent might each choose something else.
         remedy = fit.fitting(result, allow=settings.allow) if handoff.is_alone() or stage == "launcher" else None
         if remedy is not None:
-            print(report.fitted(remedy), file=sys.stderr, flush=True)
+            answer = preflight.judge_with_host(remedy.estimate, result.device, result.host_budget_bytes)
+            print(report.fitted(remedy, answer), file=sys.stderr, flush=True)
             return remedy.set
     if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
         return {}

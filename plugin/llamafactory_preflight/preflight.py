@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -137,7 +136,7 @@ def examine(
     writes: list[disk.Need] = [*disk.data(run, env)]
     checkpoint: checkpoint_size.Checkpoint | None = None
     model_type = ""
-    proposed: tuple[remedies.Remedy, ...] = ()
+    source: Source | None = None
     pictures: Images | None = None
     try:
         assert run.model_name_or_path is not None
@@ -177,13 +176,7 @@ def examine(
                 )
         if decisive is not None and decisive.kind != "cuda":
             estimate = verdict.widened(estimate)
-        answer = judge(estimate, decisive, host_budget_bytes)
-        if decisive is not None and shape is not None and answer.word != "fits" and not serves:
-            proposed = _remedies(
-                placed, shape, software, card, decisive, host_budget_bytes, length=length, ranks=ranks, source=source
-            )
-        if decisive is not None:
-            answer = verdict.with_host(answer, estimate.host_bytes, budget_bytes=host_budget_bytes)
+        answer = judge_with_host(estimate, decisive, host_budget_bytes)
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(f"{error.reason}.")
@@ -201,9 +194,11 @@ def examine(
         verdict=answer,
         findings=(),
         resolved=resolved,
-        remedies=proposed,
+        images=source,
         serves=serves,
     )
+    if not serves:
+        result = replace(result, remedies=_remedies(result, length=length, env=env))
     surroundings = findings.Surroundings(
         environ=env,
         num_gpus=len(devices),
@@ -224,51 +219,48 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
 
 
-def _remedies(
-    run: RunDescription,
-    shape: ModelShape,
-    software: Software,
-    card: memory.Card,
-    decisive: Device,
-    host_budget_bytes: int | None,
-    *,
-    length: int | None,
-    ranks: memory.Ranks,
-    source: Source | None,
-) -> tuple[remedies.Remedy, ...]:
-    """Changes with which the run fits the deciding card for certain."""
-
-    def predict(changed: RunDescription) -> memory.MemoryEstimate:
-        images = source.of(changed, length) if source is not None else None
-        estimate = memory.estimate(
-            changed, shape, software=software, card=card, length=length, ranks=ranks, images=images
-        )
-        shards = changed.deepspeed is not run.deepspeed
-        if shards and host_budget_bytes is not None and estimate.host_bytes > host_budget_bytes:
-            raise Unmodelled("Main memory does not hold what it would move there")
-        return estimate
-
+def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> tuple[remedies.Remedy, ...]:
+    """Changes with which the run fits the deciding card for certain; none where it does as it is."""
+    if result.device is None or result.shape is None or result.estimate is None or fits(result, result.estimate):
+        return ()
+    several = machine.ranks_of(len(result.devices), env=env).world > 1 and result.software.deepspeed is not None
     return remedies.remedies(
-        run,
-        shape.model_type,
-        software=software,
-        predict=predict,
-        fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
-        shards=changes.deepspeed_files(paths.pack_folder())
-        if ranks.world > 1 and software.deepspeed is not None
-        else (),
+        result.run,
+        result.shape.model_type,
+        software=result.software,
+        predict=predictor(result, length=length, env=env),
+        fits=lambda estimate: fits(result, estimate),
+        shards=changes.deepspeed_files(paths.pack_folder()) if several else (),
     )
 
 
 def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
-    """Predicts changed versions of a run that was looked at."""
-    assert result.shape is not None
+    """Predicts changed versions of a run that was looked at, with the images that they can hold."""
+    shape, source = result.shape, result.images
+    assert shape is not None
     environ, num_gpus = os.environ if env is None else env, len(result.devices)
     ranks = machine.ranks_of(num_gpus, env=environ) if result.device is not None else memory.Ranks()
     card = machine.card_of(result.device, num_gpus=num_gpus, env=environ)
-    return partial(
-        memory.estimate, shape=result.shape, software=result.software, card=card, length=length, ranks=ranks
-    )
+
+    def predict(changed: RunDescription) -> memory.MemoryEstimate:
+        images = source.of(changed, length) if source is not None else None
+        return memory.estimate(
+            changed, shape, software=result.software, card=card, length=length, ranks=ranks, images=images
+        )
+
+    return predict
+
+
+def fits(result: Result, estimate: memory.MemoryEstimate) -> bool:
+    """Whether the card holds a changed version of a run for certain, and main memory what the change adds there.
+
+    What the run takes of main memory as it is, is the verdict's to say: few changes lower it.
+    """
+    if judge(estimate, result.device, None).word != "fits":
+        return False
+    assert result.estimate is not None
+    budget = result.host_budget_bytes
+    return budget is None or estimate.host_bytes <= max(budget, result.estimate.host_bytes)
 
 
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
@@ -282,6 +274,16 @@ def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_
     if decisive.kind != "cuda":
         estimate = verdict.widened(estimate)
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
+
+
+def judge_with_host(
+    estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None
+) -> verdict.Verdict:
+    """As `judge`; a card's verdict stands only as far as main memory lets it."""
+    answer = judge(estimate, decisive, host_budget_bytes)
+    if decisive is None:
+        return answer
+    return verdict.with_host(answer, estimate.host_bytes, budget_bytes=host_budget_bytes)
 
 
 def _path(source: Path | str) -> Path | Literal["-"]:

@@ -152,11 +152,12 @@ def _remedy(remedy: Remedy) -> dict[str, Any]:
     return {"set": dict(remedy.set), "peak_allocated_bytes": peak, "costs": remedy.costs}
 
 
-def fitted(remedy: Remedy) -> str:
-    """What was changed of a run that is about to start."""
+def fitted(remedy: Remedy, answer: verdict.Verdict) -> str:
+    """What was changed of a run that is about to start, and whether it then lacks main memory."""
     largest = size(max(remedy.estimate.phases.values()))
     sentence = f"llamafactory-preflight: changed to fit (LLAMAFACTORY_PREFLIGHT=fit): {largest}, costs {remedy.costs}"
-    return "\n".join([*_wrapped(sentence, indent=""), f"    {remedy.line}"])
+    lacks = () if answer.word == "fits" else answer.reasons
+    return "\n".join([*_wrapped(". ".join([sentence, *lacks]), indent=""), f"    {remedy.line}"])
 
 
 def remedy_lines(remedies: Sequence[Remedy]) -> list[str]:

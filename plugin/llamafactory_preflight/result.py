@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from llamafactory_preflight.device import Device
+from llamafactory_preflight.images import Source
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.remedies import Remedy
@@ -51,6 +52,7 @@ class Result:
         findings: Most severe first.
         remedies: Changes with which the run fits, the least costly first; where it certainly fits, none.
         resolved: One sentence for each path that was found elsewhere than written.
+        images: Where the images of its samples come from, or None for text.
         serves: The arguments are those of `chat`, `api` or `export`.
     """
 
@@ -66,6 +68,7 @@ class Result:
     findings: tuple[Finding, ...]
     resolved: tuple[str, ...]
     remedies: tuple[Remedy, ...] = ()
+    images: Source | None = None
     serves: bool = False
 
     @property

@@ -54,7 +54,7 @@ def tuned(result: Result, lengths: Sequence[int]) -> Tuned | None:
         return speed.seconds(dataclasses.replace(result.run, **changed), shape, known, device)
 
     as_given = cost({})
-    fits_as_given = preflight.judge(result.estimate, device, None).word == "fits"
+    fits_as_given = preflight.fits(result, result.estimate)
     for changed in sorted(candidates(result, lengths), key=cost):
         gain = as_given / cost(changed)
         if gain < LEAST_GAIN and fits_as_given:
@@ -63,7 +63,7 @@ def tuned(result: Result, lengths: Sequence[int]) -> Tuned | None:
             estimate = predict(dataclasses.replace(result.run, **changed))
         except Unmodelled:
             continue
-        if preflight.judge(estimate, device, None).word == "fits":
+        if preflight.fits(result, estimate):
             return Tuned(set=changed, gain=gain, estimate=estimate)
     return Tuned(set={}, gain=1.0, estimate=result.estimate) if fits_as_given else None
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import fsdp, sharded
+from llamafactory_preflight.memory import fsdp
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.estimator import Estimator, evaluates
 from llamafactory_preflight.memory.refusals import refuse
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
+from llamafactory_preflight.memory.sharded import ShardedEstimator
 from llamafactory_preflight.memory.sharding import Ranks
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -47,7 +48,7 @@ def estimate(
     shape = shape.under(software)
     card, ranks = card or Card(), ranks or Ranks()
     if run.deepspeed is not None:
-        return sharded.estimate(run, shape, software, card, length, ranks)
+        return ShardedEstimator(run, shape, software, card, length, ranks).result()
     if run.fsdp_plan is not None:
         return fsdp.estimate(run, shape, software, card, length, ranks)
     found = Estimator(run, shape, software, card, length, ranks, images).result()

@@ -62,7 +62,8 @@ class Estimator:
         self.adapters = self.gradients if run.finetuning_type in ADAPTERS else 0
         self.adapters += statics.adapter_buffer_bytes(run, shape, self.block)
         self.reference = self._reference_bytes()
-        self.buckets = ddp_bucket_bytes(run, shape, itemsize, self.block) if ranks.world > 1 else 0
+        in_buckets = ranks.world > 1 and run.deepspeed is None
+        self.buckets = ddp_bucket_bytes(run, shape, itemsize, self.block) if in_buckets else 0
 
     def _reference_bytes(self) -> int:
         """Weights of a second model: for full and freeze tuning the model itself once more, as it was loaded."""

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
-from llamafactory_preflight.memory.card import Card, cublas_workspace
+from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.estimator import Estimator
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
-from llamafactory_preflight.memory.result import MemoryEstimate
-from llamafactory_preflight.memory.sharding import Ranks
+from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
-from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.software import Software
 from llamafactory_preflight.zero import ZeroPlan
 
 
@@ -29,38 +26,34 @@ OVERFLOW_BYTES = 11
 Phase = tuple[int, dict[str, int]]
 
 
-def estimate(
-    run: RunDescription,
-    shape: ModelShape,
-    software: Software,
-    card: Card,
-    length: int | None,
-    ranks: Ranks,
-) -> MemoryEstimate:
-    """Predicts a run under DeepSpeed, for the rank that takes most."""
-    return _ShardedEstimator(run, shape, software, card, length, ranks).result()
+class ShardedEstimator(Estimator):
+    """An estimate under way, for a run under DeepSpeed: of the rank that takes most."""
 
+    @cached_property
+    def plan(self) -> ZeroPlan:
+        """DeepSpeed's settings."""
+        assert self.run.deepspeed is not None
+        return ZeroPlan.from_config(self.run.deepspeed, hidden_size=self.shape.hidden_size)
 
-class _ShardedEstimator(Estimator):
-    """An estimate under way, for a run under DeepSpeed."""
+    @cached_property
+    def everything(self) -> Sequence[Parameter]:
+        """All parameters, in order."""
+        return sharding.in_order(self.run, self.shape)
 
-    def __init__(
-        self,
-        run: RunDescription,
-        shape: ModelShape,
-        software: Software,
-        card: Card,
-        length: int | None,
-        ranks: Ranks,
-    ) -> None:
-        super().__init__(run, shape, software, card, length, ranks)
-        assert run.deepspeed is not None
-        self.plan = ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
-        self.everything = sharding.in_order(run, shape)
-        self.trained = sharding.groups(self.everything)
-        self.item = dtypes.size(self.precision.trained)
-        self.buckets = 0
-        self.recent = software.at_least("deepspeed", 0, 19, 6)
+    @cached_property
+    def trained(self) -> Sequence[Sequence[Parameter]]:
+        """What is trained, in the optimizer's groups."""
+        return sharding.groups(self.everything)
+
+    @cached_property
+    def item(self) -> int:
+        """Bytes of an element of the model."""
+        return dtypes.size(self.precision.trained)
+
+    @cached_property
+    def recent(self) -> bool:
+        """Whether DeepSpeed checks for overflows without copies, and lets go what a backward has left."""
+        return self.software.at_least("deepspeed", 0, 19, 6)
 
     def phases(self) -> tuple[dict[str, int], dict[str, int]]:
         """As for one GPU; of the ranks, the one with the largest peak counts in each phase."""

@@ -8,7 +8,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    in_kernel_invocation_manager,
+)
 from torch.utils._pytree import tree_map
 
 from llamafactory_preflight.simulate import values
@@ -18,6 +23,8 @@ CARD = torch.device("cuda:0")
 _META = torch.device("meta")
 MULTIPROCESSORS = 132  # an H100's; only Liger's RMSNorm has a scratch row for each, a few hundred kilobytes in all
 _EMPTY = torch.ops.aten.empty.memory_format
+_aten = torch.ops.aten
+_VIEWS = {_aten.select.int, _aten.slice.Tensor, _aten.transpose.int, _aten.view.default, _aten.expand.default}
 _ONE = {True: 1.0, False: 1}
 _make_subclass = torch.Tensor._make_subclass
 
@@ -67,13 +74,23 @@ class CardMode(FakeTensorMode):
             kwargs["device"] = CARD
         if func is torch.ops.aten._to_copy.default and device is not None and _is_already(args[0], kwargs):
             func, kwargs = torch.ops.aten.alias.default, {}
+        result: Any
         try:
-            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if func in _VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
+                result = self._view(func, args, kwargs)
+            else:
+                result = super().__torch_dispatch__(func, types, args, kwargs)
         except DynamicOutputShapeException:
             if known is None:
                 raise
             result = tree_map(self._empty, known)
         return result if known is None else values.carried(known, result)
+
+    def _view(self, func: Any, args: Any, kwargs: Any) -> FakeTensor:
+        """Computes a view without PyTorch's cache, which takes slices at different offsets for different calls."""
+        with in_kernel_invocation_manager(self):
+            view = func(*args, **kwargs)
+        return FakeTensor(self, view, args[0].fake_device)
 
     def _empty(self, value: torch.Tensor) -> Any:
         """A fake tensor as large as a value turned out to be."""

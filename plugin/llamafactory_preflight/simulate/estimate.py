@@ -63,6 +63,7 @@ def estimate(
     from llamafactory_preflight.simulate import shallow
     from llamafactory_preflight.simulate.loop import sequence_length
     from llamafactory_preflight.simulate.model import loaded_type
+    from llamafactory_preflight.simulate.replay import Recordings
     from llamafactory_preflight.simulate.trace import trace
 
     if length is not None and not run.packing and not run.neat_packing:
@@ -72,6 +73,7 @@ def estimate(
         full = shallow.read(config)
         patches = images.patches if images is not None else ()
         depths = shallow.choose(full, run, stacked=shallow.stacked_layers(full) if patches else 0)
+        recordings: Recordings = {}
         small, large = (
             trace(
                 run,
@@ -80,6 +82,7 @@ def estimate(
                 front=depths.front,
                 back=depths.back,
                 patches=patches,
+                recordings=recordings,
             ).peaks()
             for depth in (depths.small, depths.large)
         )

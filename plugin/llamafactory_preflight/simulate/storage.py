@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,6 +135,42 @@ class StorageTracker(TorchDispatchMode):
             entry = self._living.get(id(tensor.untyped_storage()))
             if entry is not None:
                 self.blocks[entry[0]].component = component
+
+    def number(self, tensor: torch.Tensor) -> int:
+        """The block that a living tensor lies in."""
+        return self._living[id(tensor.untyped_storage())][0]
+
+    def position(self) -> int:
+        """How many events there are so far."""
+        return len(self._events)
+
+    def events(self, start: int, end: int) -> list[int]:
+        """A part of the log: the number of a block when it was born, and its bitwise complement when freed."""
+        return self._events[start:end]
+
+    def born(self, block: Block) -> int:
+        """Logs a block that no tensor stands for, and returns its number."""
+        self.blocks.append(block)
+        self._events.append(len(self.blocks) - 1)
+        return self._events[-1]
+
+    def died(self, number: int) -> None:
+        """Logs the end of a block that `born` made or `adopt` took over."""
+        self._events.append(~number)
+
+    def adopt(self, tensor: torch.Tensor) -> int:
+        """Leaves the end of a tensor's block to `died`, whatever Python still holds, and returns its number."""
+        return self._living.pop(id(tensor.untyped_storage()))[0]
+
+    @contextmanager
+    def taken_back(self) -> Iterator[None]:
+        """Forgets at the end what was logged since."""
+        num_events, num_blocks = len(self._events), len(self.blocks)
+        try:
+            yield
+        finally:
+            self._living = {key: entry for key, entry in self._living.items() if entry[0] < num_blocks}
+            del self._events[num_events:], self.blocks[num_blocks:]
 
     def live_bytes(self) -> int:
         """Bytes alive now."""

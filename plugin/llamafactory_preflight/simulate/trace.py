@@ -10,7 +10,7 @@ import torch
 
 from llamafactory_preflight.memory.estimate import Card, cublas_workspace, evaluates
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.simulate import kernels, liger, loop, model, optimizer
+from llamafactory_preflight.simulate import kernels, liger, loop, model, optimizer, replay
 from llamafactory_preflight.simulate.arguments import model_arguments
 from llamafactory_preflight.simulate.autocast import CudaAutocast
 from llamafactory_preflight.simulate.card import CARD, CardMode, cuda_properties
@@ -19,7 +19,14 @@ from llamafactory_preflight.simulate.storage import StorageTracker
 
 
 def trace(
-    run: RunDescription, config: Any, *, card: Card, front: int, back: int, patches: Sequence[int] = ()
+    run: RunDescription,
+    config: Any,
+    *,
+    card: Card,
+    front: int,
+    back: int,
+    patches: Sequence[int] = (),
+    recordings: replay.Recordings | None = None,
 ) -> StorageTracker:
     """Simulates loading, optimizer steps and an evaluation batch.
 
@@ -30,6 +37,7 @@ def trace(
         front: First layers that are stretches of their own.
         back: Last layers that are.
         patches: Patches of each image of a sample.
+        recordings: What `replay` has recorded for another depth of the same run; more is added.
 
     Returns:
         The tracker with its whole log.
@@ -67,6 +75,7 @@ def trace(
 
             activate_neftune(network, run.neftune_noise_alpha)  # type: ignore[no-untyped-call]
         loop.wrap_forward(network, run)
+        stack.enter_context(replay.loops_replayed(network, tracker, {} if recordings is None else recordings))
         steps = optimizer.build(network, run)
         layers = model.decoder_layers(network, text.num_hidden_layers)
         stack.enter_context(loop.watched_layers(layers, tracker, front=front, back=back))
