@@ -90,11 +90,11 @@ def plan(fsdp: str | None, config: Mapping[str, Any] | None, env: Mapping[str, s
     options = (fsdp or "").replace(",", " ").split()
     if options:
         return _of_arguments(options, config or {}, env or {})
-    return None if env is None else _of_launcher(env)
+    return _of_launcher(env) if env else None
 
 
 def _of_launcher(env: Mapping[str, str]) -> FsdpPlan:
-    """accelerate's FullyShardedDataParallelPlugin without arguments (accelerate/utils/dataclasses.py)."""
+    """Accelerate's FullyShardedDataParallelPlugin without arguments (accelerate/utils/dataclasses.py)."""
     version = _version(env.get("FSDP_VERSION", "1"))
     strategy = _strategy(env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"))
     reshards = _true(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")) if version == 2 else strategy != "SHARD_GRAD_OP"
@@ -124,7 +124,7 @@ def _of_launcher(env: Mapping[str, str]) -> FsdpPlan:
 
 
 def _of_arguments(options: list[str], config: Mapping[str, Any], env: Mapping[str, str]) -> FsdpPlan:
-    """transformers' TrainingArguments._process_fsdp_args, and what accelerate makes of it."""
+    """Transformers' TrainingArguments._process_fsdp_args, and what accelerate makes of it."""
     settings = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
     version = _version(settings.get("version", 1))
     prefetch = str(settings.get("backward_prefetch", "NO_PREFETCH")).upper()

@@ -13,8 +13,10 @@ from llamafactory_preflight import (
     arguments,
     changes,
     checkpoint_size,
+    contradictions,
     disk,
     findings,
+    fsdp,
     host,
     hub,
     machine,
@@ -49,6 +51,7 @@ def check(
     gpus: int | None = None,
     host_ram: str | None = None,
     exact: bool = False,
+    accelerate_config: Path | None = None,
 ) -> Result:
     """Tells what a training run will take and whether it fits, without loading anything.
 
@@ -63,6 +66,7 @@ def check(
         gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
         host_ram: Main memory to plan for (`64GiB`); by default what is available here.
         exact: Simulate the run with the installed packages: some seconds, for any architecture that they know.
+        accelerate_config: The file that `accelerate launch --config_file` gets, which may ask for FSDP.
 
     Returns:
         The prediction in bytes, the verdict and the findings. The verdict is `unknown` where the run is not modelled.
@@ -87,6 +91,9 @@ def check(
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
         here=None if host_ram else host.main_memory(),
         exact=exact,
+        launcher=None
+        if accelerate_config is None
+        else fsdp.from_accelerate(arguments.read(accelerate_config, ()), origin=str(accelerate_config)) or {},
         trains=False,
     )
     if result.device is None and not (result.run.use_cpu or (result.serves and result.run.merges_on_cpu)):
@@ -109,13 +116,15 @@ def examine(
     exact: bool = False,
     length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
+    launcher: Mapping[str, str] | None = None,
     trains: bool = True,
     find: Callable[..., hub.ModelSource] = hub.find,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
-    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. Without
+    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. `launcher`
+    holds the variables that `accelerate launch` would set, where it is not the environment that tells. Without
     `trains` the arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the
     model.
 
@@ -128,7 +137,10 @@ def examine(
     run = from_arguments(
         resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
     )
+    run = replace(run, accelerate=fsdp.launched_with(env) if launcher is None else launcher)
     serves = not trains and run.serves
+    if not serves:
+        contradictions.refuse(run)
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices or (serves and run.merges_on_cpu)
     decisive = None if on_cpu else cards.smallest(devices)
@@ -158,14 +170,16 @@ def examine(
         pictures = source.of(placed, length) if source is not None else None
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
-        if exact and (ranks.world > 1 or run.deepspeed is not None):
-            raise Unmodelled("--exact simulates one process without DeepSpeed; the formula knows several")
+        if exact and (ranks.world > 1 or run.deepspeed is not None or run.fsdp_plan is not None):
+            raise Unmodelled("--exact simulates one process without DeepSpeed or FSDP; the formula knows several")
         if exact:
             estimate = simulate.estimate(
                 placed, model.config, software=software, card=card, length=length, images=pictures
             )
         else:
             shape = _shape(model.config)
+            if not serves:
+                contradictions.refuse_checkpoint(run, shape.quantization_method)
             checkpoint = checkpoint_size.of_shape(run, shape, software=software)
             if run.deepspeed is not None:
                 ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
@@ -255,7 +269,7 @@ def _remedies(
         predict=predict,
         fits=lambda estimate: judge(estimate, decisive, None).word == "fits",
         shards=changes.deepspeed_files(paths.pack_folder())
-        if ranks.world > 1 and software.deepspeed is not None
+        if ranks.world > 1 and software.deepspeed is not None and run.fsdp_plan is None
         else (),
     )
 
