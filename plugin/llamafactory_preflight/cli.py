@@ -145,6 +145,8 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
     """The report of a run that was changed to fit or to be faster."""
     if len(files) + (options.model is not None) > 1 or (options.fit and options.tune):
         raise UserError("--fit and --tune take one file at a time, and one of them", next_step="Leave one out")
+    if options.accelerate_config is not None:
+        raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
     from llamafactory_preflight import fit_command, tune_command
 
     where = {"output": options.output, "as_json": options.json, **machine}

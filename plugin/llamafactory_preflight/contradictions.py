@@ -6,33 +6,36 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.memory.quantization import BROUGHT_BACK
+from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.zero import ZeroPlan
 
 
-DEQUANTIZED = ("mxfp4", "fp8")
-"""Checkpoints that LLaMA-Factory brings back to 16 bit while it loads them."""
-
-
-def refuse(run: RunDescription) -> None:
-    """Raises for the first contradiction among the arguments of a training.
+def refuse(run: RunDescription, *, serves: bool = False) -> None:
+    """Raises for the first contradiction among the arguments; a chat or an export reads none of those.
 
     Raises:
         UserError: There is one.
     """
-    for problem in (*_precision(run), *_sharding(run)):
+    for problem in () if serves else (*_precision(run), *_sharding(run)):
         raise problem
 
 
-def refuse_checkpoint(run: RunDescription, quantization_method: str | None) -> None:
-    """Raises where the checkpoint does not go with how it is shared (model/model_utils/quantization.py).
+def refuse_model(run: RunDescription, shape: ModelShape, *, serves: bool = False) -> None:
+    """Raises where the DeepSpeed JSON has faults for this model, or its checkpoint does not go with how it is shared.
+
+    Source: model/model_utils/quantization.py.
 
     Raises:
-        UserError: It is quantized, and whole parameters are to be cut.
+        UserError: Something is wrong.
     """
-    sharder = _sharder(run)
-    if sharder and quantization_method is not None and quantization_method not in DEQUANTIZED:
+    if run.deepspeed is not None:
+        ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
+    method, sharder = shape.quantization_method, None if serves else _sharder(run)
+    if sharder and method is not None and method not in BROUGHT_BACK:
         raise UserError(
-            f"LLaMA-Factory refuses {sharder} for a checkpoint that is quantized already ({quantization_method})",
+            f"LLaMA-Factory refuses {sharder} for a checkpoint that is quantized already ({method})",
             where="model_name_or_path",
             next_step="Take the unquantized checkpoint, with `quantization_bit: 4` if it has to be small",
         )

@@ -38,7 +38,6 @@ from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
-from llamafactory_preflight.zero import ZeroPlan
 
 
 def check(
@@ -91,9 +90,7 @@ def check(
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
         here=None if host_ram else host.main_memory(),
         exact=exact,
-        launcher=None
-        if accelerate_config is None
-        else fsdp.from_accelerate(arguments.read(accelerate_config, ()), origin=str(accelerate_config)) or {},
+        launcher=fsdp.from_file(accelerate_config),
         trains=False,
     )
     if result.device is None and not (result.run.use_cpu or (result.serves and result.run.merges_on_cpu)):
@@ -124,9 +121,8 @@ def examine(
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
     it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. `launcher`
-    holds the variables that `accelerate launch` would set, where it is not the environment that tells. Without
-    `trains` the arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the
-    model.
+    holds what `accelerate launch` would set, where it is not the environment that tells. Without `trains` the
+    arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the model.
 
     Raises:
         UserError: An argument is faulty.
@@ -139,8 +135,7 @@ def examine(
     )
     run = replace(run, accelerate=fsdp.launched_with(env) if launcher is None else launcher)
     serves = not trains and run.serves
-    if not serves:
-        contradictions.refuse(run)
+    contradictions.refuse(run, serves=serves)
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices or (serves and run.merges_on_cpu)
     decisive = None if on_cpu else cards.smallest(devices)
@@ -178,11 +173,8 @@ def examine(
             )
         else:
             shape = _shape(model.config)
-            if not serves:
-                contradictions.refuse_checkpoint(run, shape.quantization_method)
+            contradictions.refuse_model(run, shape, serves=serves)
             checkpoint = checkpoint_size.of_shape(run, shape, software=software)
-            if run.deepspeed is not None:
-                ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
             if serves:
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
