@@ -55,7 +55,9 @@ def launched(config: dict[str, Any], folder: Path) -> dict[str, str]:
 
     file = folder / "accelerate.yaml"
     file.write_text(json.dumps({"num_processes": 2, "num_machines": 1, "machine_rank": 0} | config))  # YAML takes it
-    found, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(file), "train.py"]))
+    found, _, _ = _validate_launch_command(
+        launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    )
     env = prepare_multi_gpu_env(found)
     return {name: value for name, value in env.items() if name.startswith(("ACCELERATE_", "FSDP_"))}
 

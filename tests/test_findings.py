@@ -364,3 +364,18 @@ def test_several_gpus_without_deepspeed_are_told_of_it() -> None:
     assert told(packages.sharing(run, installed, num_gpus=2, fits=False)) == {}
     assert told(packages.sharing(run, Software(), num_gpus=1, fits=False)) == {}
     assert told(packages.sharing(run, Software(), num_gpus=2, fits=True)) == {}
+
+
+@pytest.mark.parametrize(
+    ("section", "found", "ids"),
+    [
+        ({"stage": 3, "offload_optimizer": {"device": "nvme"}}, False, ["libaio-missing"]),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, False, ["libaio-missing"]),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, True, []),
+        ({"stage": 3, "offload_param": {"device": "cpu"}}, False, []),
+        (None, False, []),
+    ],
+)
+def test_nvme_needs_libaio(section: dict[str, Any] | None, found: bool, ids: list[str]) -> None:
+    run = RunDescription(deepspeed=None if section is None else {"zero_optimization": section})
+    assert [finding.id for finding in packages.missing_libaio(run, found=found)] == ids

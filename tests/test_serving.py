@@ -83,7 +83,7 @@ def test_what_has_no_formula_is_never_judged(model: str, settings: dict[str, Any
     assert result.verdict.word == "unknown" and reason in result.verdict.reasons[0]
 
 
-@pytest.mark.parametrize("variable", ["USE_V1", "USE_MCA", "ACCELERATE_USE_FSDP"])
+@pytest.mark.parametrize("variable", ["USE_V1", "USE_MCA"])
 def test_other_code_in_the_environment_has_no_formula(
     model: str, variable: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

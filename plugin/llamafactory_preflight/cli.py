@@ -100,6 +100,9 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--exact", action="store_true", help="simulate the run: some seconds, and any architecture that is installed"
     )
+    parser.add_argument(
+        "--accelerate-config", type=Path, help="the file that accelerate launch gets, for a run under FSDP"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
     parser.add_argument("--allow", default="", help="what --fit may change too: quantization,cutoff,precision,...")
@@ -121,7 +124,9 @@ def _preflight(argv: Sequence[str]) -> int:
     worst = 0
     for position, file in enumerate(files):
         try:
-            result = preflight.check(file, overrides=overrides, exact=options.exact, **machine)
+            result = preflight.check(
+                file, overrides=overrides, exact=options.exact, accelerate_config=options.accelerate_config, **machine
+            )
         except UserError as error:
             worst = 2
             _complain(str(error))
@@ -140,6 +145,8 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
     """The report of a run that was changed to fit or to be faster."""
     if len(files) + (options.model is not None) > 1 or (options.fit and options.tune):
         raise UserError("--fit and --tune take one file at a time, and one of them", next_step="Leave one out")
+    if options.accelerate_config is not None:
+        raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
     from llamafactory_preflight import fit_command, tune_command
 
     where = {"output": options.output, "as_json": options.json, **machine}

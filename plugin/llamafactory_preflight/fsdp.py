@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from llamafactory_preflight import arguments
 from llamafactory_preflight.errors import UserError
 
 
@@ -14,8 +16,8 @@ PRECISION = "ACCELERATE_MIXED_PRECISION"
 PREFIX = "FSDP_"
 LAUNCHED = {
     "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_RESHARD_AFTER_FORWARD": "true",
-    "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000.0", "FSDP_FORWARD_PREFETCH": "false", "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
+    "FSDP_OFFLOAD_PARAMS": "false", "FSDP_MIN_NUM_PARAMS": "100000000.0", "FSDP_FORWARD_PREFETCH": "false",
+    "FSDP_USE_ORIG_PARAMS": "true", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true",
     "FSDP_ACTIVATION_CHECKPOINTING": "false",
 }  # fmt: skip
 """What `accelerate launch` sets where its configuration says nothing (accelerate/commands/launch.py)."""
@@ -58,6 +60,15 @@ def launched_with(env: Mapping[str, str]) -> dict[str, str] | None:
     return {name: value for name, value in env.items() if name.startswith(PREFIX) or name in (SWITCH, PRECISION)}
 
 
+def from_file(file: Path | None) -> dict[str, str] | None:
+    """The variables that `accelerate launch` would set for a file; none of them where that asks for no FSDP.
+
+    Raises:
+        UserError: The file is none of accelerate's.
+    """
+    return None if file is None else from_accelerate(arguments.read(file), origin=str(file)) or {}
+
+
 def from_accelerate(config: Mapping[str, Any], *, origin: str) -> dict[str, str] | None:
     """The variables that `accelerate launch --config_file` would set, or None for a configuration without FSDP.
 
@@ -90,11 +101,11 @@ def plan(fsdp: str | None, config: Mapping[str, Any] | None, env: Mapping[str, s
     options = (fsdp or "").replace(",", " ").split()
     if options:
         return _of_arguments(options, config or {}, env or {})
-    return None if env is None else _of_launcher(env)
+    return _of_launcher(env) if env else None
 
 
 def _of_launcher(env: Mapping[str, str]) -> FsdpPlan:
-    """accelerate's FullyShardedDataParallelPlugin without arguments (accelerate/utils/dataclasses.py)."""
+    """Accelerate's FullyShardedDataParallelPlugin without arguments (accelerate/utils/dataclasses.py)."""
     version = _version(env.get("FSDP_VERSION", "1"))
     strategy = _strategy(env.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD"))
     reshards = _true(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")) if version == 2 else strategy != "SHARD_GRAD_OP"
@@ -124,7 +135,7 @@ def _of_launcher(env: Mapping[str, str]) -> FsdpPlan:
 
 
 def _of_arguments(options: list[str], config: Mapping[str, Any], env: Mapping[str, str]) -> FsdpPlan:
-    """transformers' TrainingArguments._process_fsdp_args, and what accelerate makes of it."""
+    """Transformers' TrainingArguments._process_fsdp_args, and what accelerate makes of it."""
     settings = {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
     version = _version(settings.get("version", 1))
     prefetch = str(settings.get("backward_prefetch", "NO_PREFETCH")).upper()

@@ -62,8 +62,8 @@ WITHOUT_EFFECT = frozenset(
         "audio_sampling_rate", "crop_to_patches", "image_do_pan_and_scan", "image_min_pixels",
         "use_audio_in_video", "video_fps", "video_max_pixels", "video_maxlen", "video_min_pixels",
         # Evaluation: the formula takes the batch of one step, and the loss alone is gathered.
-        "batch_eval_metrics", "bf16_full_eval", "eval_delay", "eval_do_concat_batches", "eval_on_each_dataset",
-        "eval_on_start", "eval_steps", "eval_use_gather_object", "fp16_full_eval", "generation_config",
+        "batch_eval_metrics", "eval_delay", "eval_do_concat_batches", "eval_on_each_dataset",
+        "eval_on_start", "eval_steps", "eval_use_gather_object", "generation_config",
         "greater_is_better", "include_for_metrics", "load_best_model_at_end", "metric_for_best_model",
         # Words, files, logs and services.
         "debug", "disable_tqdm", "enable_jit_checkpoint", "enable_torch_profiler", "export_hub_model_id",

@@ -14,7 +14,6 @@ from llamafactory_preflight.settings import Settings, is_enabled
 
 MOST_GPUS = 4096
 OTHER_CODE = {
-    "ACCELERATE_USE_FSDP": "FSDP from an accelerate configuration",
     "USE_V1": "LLaMA-Factory v1",
     "USE_MCA": "Megatron",
 }

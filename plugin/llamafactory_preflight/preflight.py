@@ -12,8 +12,10 @@ from llamafactory_preflight import (
     arguments,
     changes,
     checkpoint_size,
+    contradictions,
     disk,
     findings,
+    fsdp,
     host,
     hub,
     machine,
@@ -35,7 +37,6 @@ from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
-from llamafactory_preflight.zero import ZeroPlan
 
 
 def check(
@@ -48,6 +49,7 @@ def check(
     gpus: int | None = None,
     host_ram: str | None = None,
     exact: bool = False,
+    accelerate_config: Path | None = None,
 ) -> Result:
     """Tells what a training run will take and whether it fits, without loading anything.
 
@@ -62,6 +64,7 @@ def check(
         gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
         host_ram: Main memory to plan for (`64GiB`); by default what is available here.
         exact: Simulate the run with the installed packages: some seconds, for any architecture that they know.
+        accelerate_config: The file that `accelerate launch --config_file` gets, which may ask for FSDP.
 
     Returns:
         The prediction in bytes, the verdict and the findings. The verdict is `unknown` where the run is not modelled.
@@ -86,6 +89,7 @@ def check(
         host_budget_bytes=parse_memory(host_ram, where="--host-ram") if host_ram else host.available_bytes(),
         here=None if host_ram else host.main_memory(),
         exact=exact,
+        launcher=fsdp.from_file(accelerate_config),
         trains=False,
     )
     if result.device is None and not (result.run.use_cpu or (result.serves and result.run.merges_on_cpu)):
@@ -108,15 +112,16 @@ def examine(
     exact: bool = False,
     length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
+    launcher: Mapping[str, str] | None = None,
     trains: bool = True,
     find: Callable[..., hub.ModelSource] = hub.find,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
-    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. Without
-    `trains` the arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the
-    model.
+    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. `launcher`
+    holds what `accelerate launch` would set, where it is not the environment that tells. Without `trains` the
+    arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the model.
 
     Raises:
         UserError: An argument is faulty.
@@ -127,7 +132,9 @@ def examine(
     run = from_arguments(
         resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
     )
+    run = replace(run, accelerate=fsdp.launched_with(env) if launcher is None else launcher)
     serves = not trains and run.serves
+    contradictions.refuse(run, serves=serves)
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
     on_cpu = run.use_cpu or not devices or (serves and run.merges_on_cpu)
     decisive = None if on_cpu else cards.smallest(devices)
@@ -157,17 +164,16 @@ def examine(
         pictures = source.of(placed, length) if source is not None else None
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")
-        if exact and (ranks.world > 1 or run.deepspeed is not None):
-            raise Unmodelled("--exact simulates one process without DeepSpeed; the formula knows several")
+        if exact and (ranks.world > 1 or run.deepspeed is not None or run.fsdp_plan is not None):
+            raise Unmodelled("--exact simulates one process without DeepSpeed or FSDP; the formula knows several")
         if exact:
             estimate = simulate.estimate(
                 placed, model.config, software=software, card=card, length=length, images=pictures
             )
         else:
             shape = _shape(model.config)
+            contradictions.refuse_model(run, shape, serves=serves)
             checkpoint = checkpoint_size.of_shape(run, shape, software=software)
-            if run.deepspeed is not None:
-                ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
             if serves:
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
@@ -224,6 +230,7 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
     if result.device is None or result.shape is None or result.estimate is None or fits(result, result.estimate):
         return ()
     several = machine.ranks_of(len(result.devices), env=env).world > 1 and result.software.deepspeed is not None
+    several = several and result.run.fsdp_plan is None
     return remedies.remedies(
         result.run,
         result.shape.model_type,

@@ -116,6 +116,8 @@ class RunDescription:
     gradient_checkpointing: bool = False
     bf16: bool = False
     fp16: bool = False
+    bf16_full_eval: bool = False
+    fp16_full_eval: bool = False
     fp8: bool = False
     torch_compile: bool = False
     neftune_noise_alpha: float | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from ctypes.util import find_library
 
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.findings.hardware import has_flash_attention_2
@@ -44,6 +45,20 @@ def sharing(run: RunDescription, software: Software, *, num_gpus: int, fits: boo
             severity="info",
             message="ZeRO could share out among the GPUs what each now holds in full. It needs a package: "
             "pip install deepspeed",
+        )
+
+
+def missing_libaio(run: RunDescription, *, found: bool | None = None) -> Iterator[Finding]:
+    """DeepSpeed reads and writes an NVMe through a library of the system, and fails late without it."""
+    section = (run.deepspeed or {}).get("zero_optimization")
+    parts = [section.get(key) for key in ("offload_optimizer", "offload_param")] if isinstance(section, dict) else []
+    wanted = any(isinstance(part, dict) and part.get("device") == "nvme" for part in parts)
+    if wanted and not (find_library("aio") is not None if found is None else found):
+        yield Finding(
+            id="libaio-missing",
+            severity="warning",
+            message="Offloading to NVMe needs the library libaio, which is not installed here: "
+            "apt-get install libaio-dev, and DeepSpeed then builds its async_io with it.",
         )
 
 

@@ -63,6 +63,7 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from arguments.eager_attention(run)
     yield from packages.bad_pairs(software, run)
     yield from packages.missing_packages(run, software, device)
+    yield from packages.missing_libaio(run)
     yield from hardware.unusable(around.fault)
     if device is not None:
         fits = result.verdict.word == "fits"

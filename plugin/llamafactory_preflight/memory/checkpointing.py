@@ -100,12 +100,15 @@ def checkpointing_kind(run: RunDescription) -> str:
     """Which checkpointing really runs.
 
     `gradient_checkpointing: true` makes the Trainer enable it once more, whatever LLaMA-Factory's own switches say.
+    Where the launcher asks for FSDP 2, LLaMA-Factory takes torch's other kind (prepare_model_for_training).
     """
     if run.disable_gradient_checkpointing and not run.gradient_checkpointing:
         return "off"
     if run.use_unsloth_gc and not run.disable_gradient_checkpointing:
         return "host"
-    return "reentrant" if run.use_reentrant_gc or run.gradient_checkpointing else "non_reentrant"
+    plan = run.fsdp_plan
+    reentrant = run.use_reentrant_gc and not (plan is not None and plan.version == 2 and plan.launched)
+    return "reentrant" if reentrant or run.gradient_checkpointing else "non_reentrant"
 
 
 def hooks_inputs(run: RunDescription, shape: ModelShape) -> bool:

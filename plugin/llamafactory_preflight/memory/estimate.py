@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import fsdp
 from llamafactory_preflight.memory.card import Card, cublas_workspace
@@ -50,6 +51,8 @@ def estimate(
     if run.deepspeed is not None:
         return ShardedEstimator(run, shape, software, card, length, ranks).result()
     if run.fsdp_plan is not None:
+        if ranks.world == 1:
+            raise Unmodelled("FSDP shares a model among several processes, and this run has one")
         return fsdp.estimate(run, shape, software, card, length, ranks)
     found = Estimator(run, shape, software, card, length, ranks, images).result()
     if images is None or images.exact:

@@ -34,15 +34,14 @@ class ParameterUnits(Units):
         self.last_reduced: Storage | None = None
 
     def before_forward(self, unit: Unit) -> None:
-        """The buffer of the gathering before stays until this one is copied out."""
+        """The buffer of the gathering before stays until this one is copied out: a local name holds it."""
         if unit.whole is not None:
             return
         self._gather(unit)
-        self.last_gathered = None
         self.last_gathered = self._copy_out(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """reshard."""
+        """Reshard."""
         if self.plan.reshards:
             unit.whole = None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
+from llamafactory_preflight.memory import fsdp_refusals
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
@@ -41,6 +42,8 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
     yield from other_code(run)
     if run.deepspeed is not None:
         yield from _deepspeed(run, run.deepspeed, shape)
+    elif run.fsdp_plan is not None:
+        yield from fsdp_refusals.reasons(run, run.fsdp_plan, shape, software)
     if run.stage == "ppo":
         yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
     if run.label_smoothing_factor:
@@ -100,7 +103,7 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         names = ", ".join(f"`{name}`" for name in plan.unmodelled)
         yield f"What {names} in the DeepSpeed JSON does to memory has no formula yet"
     if "nvme" in (plan.offload_optimizer, plan.offload_param):
-        yield "Offloading to NVMe has no formula yet"
+        yield "Offloading to NVMe has no formula yet (DeepSpeed needs the library libaio for it)"
     if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
         yield "DeepSpeed in float32 has no formula yet"
     if run.stage not in ("pt", "sft"):
@@ -109,8 +112,10 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "OFT and DoRA under DeepSpeed have no formula yet"
     if shape.vision is not None:
         yield "A vision model under DeepSpeed has no formula yet"
-    if plan.stage == 3 and (shape.moe is not None or quantization(run, shape) is not None):
-        yield "Experts or quantized weights under ZeRO-3 have no formula yet"
+    if plan.stage == 3 and shape.moe is not None:
+        yield "Experts under ZeRO-3 have no formula yet"
+    if plan.stage == 3 and quantization(run, shape) is not None:
+        yield "4 bit under ZeRO-3 has no formula yet: each card takes the whole model before DeepSpeed cuts it"
 
 
 def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:

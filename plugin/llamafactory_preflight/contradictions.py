@@ -1,0 +1,92 @@
+"""Settings that do not go together: LLaMA-Factory, transformers or DeepSpeed refuse them, most after the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.memory.quantization import BROUGHT_BACK
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.zero import ZeroPlan
+
+
+def refuse(run: RunDescription, *, serves: bool = False) -> None:
+    """Raises for the first contradiction among the arguments; a chat or an export reads none of those.
+
+    Raises:
+        UserError: There is one.
+    """
+    for problem in () if serves else (*_precision(run), *_sharding(run)):
+        raise problem
+
+
+def refuse_model(run: RunDescription, shape: ModelShape, *, serves: bool = False) -> None:
+    """Raises where the DeepSpeed JSON has faults for this model, or its checkpoint does not go with how it is shared.
+
+    Source: model/model_utils/quantization.py.
+
+    Raises:
+        UserError: Something is wrong.
+    """
+    if run.deepspeed is not None:
+        ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size)
+    method, sharder = shape.quantization_method, None if serves else _sharder(run)
+    if sharder and method is not None and method not in BROUGHT_BACK:
+        raise UserError(
+            f"LLaMA-Factory refuses {sharder} for a checkpoint that is quantized already ({method})",
+            where="model_name_or_path",
+            next_step="Take the unquantized checkpoint, with `quantization_bit: 4` if it has to be small",
+        )
+
+
+def _precision(run: RunDescription) -> Iterator[UserError]:
+    """transformers: training_args.py (_validate_args) and integrations/deepspeed.py (trainer_config_finalize)."""
+    if run.bf16 and run.fp16:
+        yield UserError("`bf16` and `fp16` are both true, and transformers takes one at most", next_step="Remove one")
+    for name, full_eval in (("bf16", run.bf16_full_eval), ("fp16", run.fp16_full_eval)):
+        asked = getattr(run, name) or full_eval
+        written = _enabled(run.deepspeed, name)
+        if written is not None and written != "auto" and bool(written) is not asked:
+            yield UserError(
+                f"The DeepSpeed JSON has `{name}.enabled: {str(written).lower()}` and the arguments have "
+                f"`{name}: {str(asked).lower()}`, which transformers refuses once the weights are loaded",
+                where="deepspeed",
+                next_step=f'Write "auto" there, or set {name}={str(bool(written)).lower()}',
+            )
+    if run.pure_bf16 and _stage(run.deepspeed) == 3:
+        yield UserError("LLaMA-Factory refuses `pure_bf16` under ZeRO-3", next_step="Take `bf16: true` instead")
+
+
+def _sharding(run: RunDescription) -> Iterator[UserError]:
+    if run.fsdp and run.deepspeed is not None:
+        yield UserError(
+            "`fsdp` and `deepspeed` are both set, and transformers takes one at most", next_step="Remove one"
+        )
+    sharder = _sharder(run)
+    if (
+        sharder
+        and run.quantization_bit is not None
+        and not (run.quantization_method == "bnb" and run.quantization_bit == 4)
+    ):
+        kind = f"`quantization_method: {run.quantization_method}` with `quantization_bit: {run.quantization_bit}`"
+        yield UserError(f"LLaMA-Factory refuses {kind} under {sharder}", next_step="Take bnb with 4 bit, or ZeRO-2")
+
+
+def _sharder(run: RunDescription) -> str | None:
+    """What cuts whole parameters, as LLaMA-Factory sees it while it loads the model."""
+    if _stage(run.deepspeed) == 3:
+        return "ZeRO-3"
+    plan = run.fsdp_plan
+    return "FSDP" if plan is not None and plan.launched and plan.loads_once else None
+
+
+def _stage(config: Mapping[str, Any] | None) -> Any:
+    section = (config or {}).get("zero_optimization")
+    return section.get("stage", 0) if isinstance(section, Mapping) else 0
+
+
+def _enabled(config: Mapping[str, Any] | None, name: str) -> Any:
+    section = (config or {}).get(name)
+    return section.get("enabled") if isinstance(section, Mapping) else None
