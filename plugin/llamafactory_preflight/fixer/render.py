@@ -21,6 +21,7 @@ MARK = "\ufdd0"
 _SPELLED_MARK = ascii(MARK)[1:-1]  # in a list that a template prints as Python does
 _HEADER = "<|im_start|>assistant\n"
 _EARLIER = "\ufdd1"  # takes the place of an earlier answer
+_PROBE: Message = {_EARLIER: [_EARLIER]}  # a tool
 _QUESTION: Message = {"role": "user", "content": "?"}
 _EARLIER_ANSWER: Message = {"role": "assistant", "content": _EARLIER, "reasoning_content": ""}
 
@@ -130,15 +131,35 @@ def _generation_prompt(style: Style, mode: Mode) -> str:
 
 
 def system_texts(style: Style) -> Texts:
-    """What the template says before and after a list of tools, and what it says without being asked."""
-    start, tool = "<|im_start|>system\n", {_EARLIER: _EARLIER}
-    shown = chat_text(style, [_QUESTION], [tool], mode="think", is_prompt=False).removeprefix(start)
-    before, _, after = shown.partition("\n" + json.dumps(tool, ensure_ascii=False))
-    asked = chat_text(style, [_QUESTION], None, mode="think", is_prompt=False)
-    instruction = asked.removeprefix(start).partition(IM_END)[0] if asked.startswith(start) else ""
+    """What the template says around a list of tools, and what it says without being asked."""
+    if style.family.tools_in_xml:
+        return _texts_around_xml(style)
+    shown, tool = _system_turn(style, [_PROBE]), json.dumps(_PROBE, ensure_ascii=False)
+    before, _, after = shown.partition("\n" + tool)
+    instruction = _system_turn(style, None)
     if instruction:
         before = before.removeprefix(instruction + "\n\n")
-    return Texts(before_tools=before, after_tools=after.partition(IM_END)[0], instruction=instruction)
+    return Texts(before_tools=before, after_tools=after, instruction=instruction)
+
+
+def _texts_around_xml(style: Style) -> Texts:
+    before, _, shown = _system_turn(style, [_PROBE]).partition("\n<function>\n")
+    said = _system_turn(style, [_PROBE], {"role": "system", "content": _EARLIER}).removeprefix(_EARLIER)
+    title = said.partition("\n<function>\n")[0]
+    tool, _, after = shown.partition(f"</{_EARLIER}>\n</function>")
+    return Texts(
+        before_tools=title.removeprefix("\n\n"),
+        after_tools=after,
+        default=before.removesuffix(title),
+        lists_in_json=tool.endswith('"]'),
+    )
+
+
+def _system_turn(style: Style, tools: list[Message] | None, *system: Message) -> str:
+    """The first turn without its header and its end; empty if it is the user's."""
+    text = chat_text(style, [*system, _QUESTION], tools, mode="think", is_prompt=False)
+    start = "<|im_start|>system\n"
+    return text.removeprefix(start).partition(IM_END)[0] if text.startswith(start) else ""
 
 
 def escape(text: str, special_tokens: Sequence[str]) -> str:

@@ -116,10 +116,9 @@ class OfficialTemplate(Template):  # type: ignore[misc]
         return list(dict.fromkeys(ids))
 
     def get_ollama_modelfile(self, tokenizer: Any) -> str:
-        """With thinking and tools where the template can be written in Go; else LLaMA-Factory's."""
+        """With thinking and tools."""
         stops = tokenizer.convert_ids_to_tokens(self.get_stop_token_ids(tokenizer))
-        made = modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
-        return made or str(super().get_ollama_modelfile(tokenizer))
+        return modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
         media = self.style.media_tokens  # those in a text are real by now
