@@ -174,10 +174,20 @@ def escape(text: str, special_tokens: Sequence[str]) -> str:
 
 def encode(style: Style, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered texts; what was escaped becomes the ids of its letters."""
-    if not any(MARK in text for text in texts):
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return ids
-    return [_encode_escaped(style, tokenizer, text) for text in texts]
+    if any(MARK in text for text in texts):
+        return [_encode_escaped(style, tokenizer, text) for text in texts]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        made = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=False)
+        return list(made["input_ids"])
+    # Without what transformers does around it, half of which looks for where each token stands in the text.
+    backend.encode_special_tokens = False
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    # One at a time: several would be shared out among threads, which costs more than it gains for so few.
+    return [backend.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in texts]
 
 
 def _encode_escaped(style: Style, tokenizer: Any, text: str) -> list[int]:
