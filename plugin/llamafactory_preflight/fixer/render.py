@@ -114,10 +114,16 @@ def pair_texts(
         prompt = chat_text(style, [*lead, *before], tools, mode=mode, is_prompt=True)
         prompt = prompt.partition(_EARLIER + IM_END)[2] if follows else prompt
         text = pair_texts(style, [_QUESTION], answer, None, mode=mode, follows=False)[1]
+    reasoning, said = split_reasoning(style, text, mode=mode)
+    return prompt + reasoning, said
+
+
+def split_reasoning(style: Style, text: str, *, mode: Mode) -> tuple[str, str]:
+    """What of an answer is shown but not trained, mostly nothing, and the rest."""
     if style.loss_on_reasoning or mode == "no_think" or THINK_END not in text:
-        return prompt, text
+        return "", text
     reasoning, end, said = text.partition(THINK_END)
-    return prompt + reasoning + end, said
+    return reasoning + end, said
 
 
 def _generation_prompt(style: Style, mode: Mode) -> str:
