@@ -1,10 +1,12 @@
 """Time of preprocessing with the template fixer against LLaMA-Factory's own, per token that comes out.
 
-    python scripts/bench_template.py [--samples 10000] [--turns 1 3 8] [--streaming]
+    python scripts/bench_template.py [--samples 10000] [--turns 1 3 8] [--pairs 5] [--streaming]
 
-Runs LLaMA-Factory's own tokenization step on made-up conversations with the real Qwen3 tokenizer, on one core, in
-alternating halves; what `datasets` does around it (hashing, writing files) is the same for both and left out. Streamed
-data goes through all of LLaMA-Factory's step, as the fixer looks at the first samples twice there.
+Runs LLaMA-Factory's own tokenization step on made-up conversations with the real Qwen3 tokenizer, on one core. The
+two are run in pairs, in turns which first, and timed in CPU time, so that other work on the machine does not count;
+what is printed of each is its median, and of the ratio the median of the pairs and their range. What `datasets` does
+around the step (hashing, writing files) is the same for both and left out. Streamed data goes through all of
+LLaMA-Factory's step, as the fixer looks at the first samples twice there.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import os
 import random
 import sys
 import time
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +24,7 @@ from build_tiny_model import build
 
 
 BATCH = 1000
+LIMIT = 1.3
 WORDS = "the model answers a question about memory templates tokens 模板 训练 数据 and code like x = f(y)".split()
 
 
@@ -68,7 +72,8 @@ def run(switch: str, data: list[dict[str, list[Any]]], tokenizer: Any, *, stream
     from llamafactory_preflight.fixer import choose, prepare
 
     os.environ["LLAMAFACTORY_TEMPLATE"] = switch
-    arguments = DataArguments(template="qwen3", cutoff_len=100_000, streaming=streaming)
+    options = {"cutoff_len": 100_000, "preprocessing_batch_size": BATCH}
+    arguments = DataArguments(template="qwen3", streaming=streaming, **options)
     template = get_template_and_fix_tokenizer(tokenizer, arguments)
     if streaming:
         return streamed(data, arguments, template, tokenizer)
@@ -100,36 +105,43 @@ def streamed(data: list[dict[str, list[Any]]], arguments: Any, template: Any, to
     return time.process_time() - start, tokens
 
 
+def compare(
+    data: list[dict[str, list[Any]]], tokenizer: Any, *, pairs: int, streaming: bool
+) -> tuple[dict[str, float], list[float]]:
+    """Microseconds per token of each, as medians, and the ratio of every pair."""
+    costs: dict[str, list[float]] = {"off": [], "fix": []}
+    for number in range(pairs):
+        for switch in ("off", "fix") if number % 2 else ("fix", "off"):
+            seconds, tokens = run(switch, data, tokenizer, streaming=streaming)
+            costs[switch].append(seconds / tokens * 1e6)
+    ratios = [fix / off for off, fix in zip(costs["off"], costs["fix"], strict=True)]
+    return {switch: median(values) for switch, values in costs.items()}, ratios
+
+
 def main() -> int:
     """Prints one line for each number of turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=10_000)
     parser.add_argument("--turns", type=int, nargs="+", default=[1, 3, 8])
+    parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--streaming", action="store_true")
     options = parser.parse_args()
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(build())
+    kind = "streamed" if options.streaming else "not streamed"
     worst = 0.0
     for turns in options.turns:
         data = batches(conversations(options.samples, turns))
-        halves = [data[: len(data) // 2], data[len(data) // 2 :]]
-        if options.streaming or len(data) == 1:  # the first samples are looked at once for all of a stream
-            halves = [data]
-        totals = {"off": [0.0, 0], "fix": [0.0, 0]}
-        for half in halves:
-            for switch, total in totals.items():
-                seconds, tokens = run(switch, half, tokenizer, streaming=options.streaming)
-                total[0] += seconds
-                total[1] += tokens
-        cost = {switch: seconds / tokens * 1e6 for switch, (seconds, tokens) in totals.items()}
-        worst = max(worst, cost["fix"] / cost["off"])
+        for switch in ("off", "fix"):
+            run(switch, data[:1], tokenizer, streaming=options.streaming)  # what is made once
+        cost, ratios = compare(data, tokenizer, pairs=options.pairs, streaming=options.streaming)
+        worst = max(worst, median(ratios))
         print(
-            f"{options.samples} conversations of {turns}: LLaMA-Factory {totals['off'][0]:.1f} s for "
-            f"{totals['off'][1]} tokens ({cost['off']:.2f} us each), fixer {totals['fix'][0]:.1f} s for "
-            f"{totals['fix'][1]} tokens ({cost['fix']:.2f} us each): {cost['fix'] / cost['off']:.2f} times per token"
+            f"{options.samples} conversations of {turns}, {kind}: LLaMA-Factory {cost['off']:.2f} us a token, "
+            f"fixer {cost['fix']:.2f}: {median(ratios):.2f} times ({min(ratios):.2f} to {max(ratios):.2f})"
         )
-    return 0 if worst <= 1.3 else 1
+    return 0 if worst <= LIMIT else 1
 
 
 if __name__ == "__main__":

@@ -14,6 +14,15 @@ from typing import Any
 
 Message = dict[str, Any]
 
+# What Qwen3-Coder's later revision says in other words than the first one.
+LATER_CODER = (
+    (r'"\n\nYou have access', r'"\n\n# Tools\n\nYou have access'),
+    (
+        "json_dict[json_key] is mapping %}",
+        "json_dict[json_key] is mapping or (json_dict[json_key] is sequence and json_dict[json_key] is not string) %}",
+    ),
+    ("if args_value is mapping", "if args_value is mapping or (args_value is sequence and args_value is not string)"),
+)
 IM_START, IM_END, END_OF_TEXT = 151644, 151645, 151643
 TOOLS = [
     {

@@ -8,6 +8,7 @@ import pytest
 
 from llamafactory_preflight.templates import families
 from llamafactory_preflight.templates.families import Family
+from template_matrix import LATER_CODER
 
 
 EXPECTED = {
@@ -47,16 +48,6 @@ FIRST_REVISION = (
         ".rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}\n",
     ),
     ("{{- content }}", "{{- message.content }}"),
-)
-
-# What Qwen3-Coder's later revision says in other words.
-LATER_CODER = (
-    (r'"\n\nYou have access', r'"\n\n# Tools\n\nYou have access'),
-    (
-        "json_dict[json_key] is mapping %}",
-        "json_dict[json_key] is mapping or (json_dict[json_key] is sequence and json_dict[json_key] is not string) %}",
-    ),
-    ("if args_value is mapping", "if args_value is mapping or (args_value is sequence and args_value is not string)"),
 )
 
 

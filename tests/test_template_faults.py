@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from template_factory import NO_THINK_PROMPT, OPENAI, PLAIN, RANKING, REASONED, THINK_PROMPT, Factory, factory
+from template_factory import NO_THINK_PROMPT, OPENAI, PLAIN, RANKING, REASONED, THINK_PROMPT, Factory, factory, pair
 from template_matrix import IM_END, SITUATIONS, VARIANTS, Situation, Variant, answer, expected, openai, sharegpt, user
 
 
@@ -198,3 +198,42 @@ def test_tools_may_be_one_object_or_a_list(factory: Factory) -> None:
     one, listed, *none = [factory.text(row["input_ids"]) for row in factory.rows(records)]
     assert one == listed and '{"type": "function", "function": {"name": "add", "parameters": {}}}' in one
     assert none == [NO_THINK_PROMPT + "a<|im_end|>"] * 2
+
+
+def test_no_loss_on_reasoning_leaves_each_answer_its_own(factory: Factory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMAFACTORY_TEMPLATE_LOSS", "answer")
+    good, bad = ("<think>\n{}\n</think>\n\n{}".format(*words) for words in (("good", "a"), ("bad", "b")))
+    (row,) = factory.rows([pair(good, bad)], stage="rm", columns=RANKING)
+    for name, written in (("chosen", good), ("rejected", bad)):
+        assert factory.text(row[f"{name}_input_ids"]) == f"{THINK_PROMPT}{written}<|im_end|>"
+        assert factory.text(row[f"{name}_labels"]) == f"{written[-1]}<|im_end|>"
+
+
+@pytest.mark.parametrize("text", ["q", "q<|im_end|>"])
+def test_split_special_tokens_splits_no_token_of_the_template(
+    factory: Factory, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    (usual,) = factory.rows([sharegpt([user(text), PLAIN])])
+    monkeypatch.setattr(factory.tokenizer, "split_special_tokens", True)
+    (row,) = factory.rows([sharegpt([user(text), PLAIN])])
+    assert row["input_ids"] == usual["input_ids"] and row["input_ids"].count(IM_END) == 2
+
+
+@pytest.mark.parametrize("is_bypassed", [False, True])
+def test_a_tokenized_dataset_has_its_record_before_the_weights_are_loaded(
+    factory: Factory, tmp_path: Path, is_bypassed: bool
+) -> None:
+    from llamafactory_preflight.fixer import points, session
+    from llamafactory_preflight.templates import record
+
+    def fails(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError
+
+    factory.rows([sharegpt([user("q"), PLAIN])])
+    session.CURRENT.tokenized_path = str(tmp_path)
+    if is_bypassed:  # the record is then the one of the model
+        session.CURRENT.is_bypassed = True
+        factory.template()
+    with pytest.raises(MemoryError):
+        points.model(fails, (), {})
+    assert (record.read(tmp_path) is None) == is_bypassed

@@ -96,10 +96,11 @@ def preprocessed(original: Original, args: tuple[Any, ...], kwargs: dict[str, An
 
 def model(original: Original, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Around the loading of the weights."""
+    from llamafactory_preflight.fixer import saving
+
+    saving.note_tokenized()
     loaded = original(*args, **kwargs)
     if session.CURRENT.repairs:
-        from llamafactory_preflight.fixer import saving
-
         given = _bound(original, args, kwargs)
         is_base = saving.is_base(loaded, given["tokenizer"])
         if changes := saving.fix_end_tokens(loaded, given["tokenizer"]):

@@ -13,7 +13,7 @@ from llamafactory.data.processor import (
 )
 
 from llamafactory_preflight.fixer import session
-from llamafactory_preflight.fixer.template import OfficialTemplate
+from llamafactory_preflight.fixer.template import OfficialTemplate, Pair
 from llamafactory_preflight.templates.families import END_OF_TEXT
 from llamafactory_preflight.templates.messages import Message
 
@@ -69,7 +69,7 @@ class OfficialPairs(PairwiseDatasetProcessor):  # type: ignore[misc]
         audios: list[Any],
     ) -> tuple[list[int], list[int], list[int], list[int]]:
         prompt_ids, answers = _encoded(self, prompt, response[:2], system, tools, (images, videos, audios))
-        (chosen, chosen_labels), (rejected, rejected_labels) = (_labelled(prompt_ids, ids) for ids in answers)
+        (chosen, chosen_labels), (rejected, rejected_labels) = (_labelled(prompt_ids, *pair) for pair in answers)
         return chosen, chosen_labels, rejected, rejected_labels
 
 
@@ -94,7 +94,7 @@ class OfficialFeedback(FeedbackDatasetProcessor):  # type: ignore[misc]
         answer = response[0] if is_desired else response[1]
         borrowed = kl_response[0] if kl_response[0]["content"] else kl_response[1]
         prompt_ids, answers = _encoded(self, prompt, [answer, borrowed], system, tools, (images, videos, audios))
-        (ids, labels), (kl_ids, kl_labels) = (_labelled(prompt_ids, answer_ids) for answer_ids in answers)
+        (ids, labels), (kl_ids, kl_labels) = (_labelled(prompt_ids, *pair) for pair in answers)
         return ids, labels, kl_ids, kl_labels, is_desired
 
 
@@ -125,16 +125,16 @@ def _encoded(
     system: str | None,
     tools: str | None,
     media: tuple[list[Any], list[Any], list[Any]],
-) -> tuple[list[int], list[list[int]]]:
+) -> tuple[list[int], list[Pair]]:
     template, tokenizer, plugin = processor.template, processor.tokenizer, processor.template.mm_plugin
     shown = plugin.process_messages([*prompt, answers[0]], *media, processor.processor)[:-1]
-    prompt_ids, answer_ids = template.encode_answers(tokenizer, shown, answers, system, tools)
+    prompt_ids, pairs = template.encode_answers(tokenizer, shown, answers, system, tools)
     prompt_ids, _ = plugin.process_token_ids(prompt_ids, None, *media, tokenizer, processor.processor)
-    shorter = template.fitted(tokenizer, prompt_ids, answer_ids)
+    shorter = template.fitted(tokenizer, prompt_ids, [[*masked, *trained] for masked, trained in pairs])
     if shorter is None:  # a row with nothing to learn, which is counted and left out once all are made
-        return [], [[] for _ in answer_ids]
-    return shorter, answer_ids
+        return [], [([], []) for _ in pairs]
+    return shorter, pairs
 
 
-def _labelled(prompt: list[int], answer: list[int]) -> tuple[list[int], list[int]]:
-    return prompt + answer, [IGNORE_INDEX] * len(prompt) + answer
+def _labelled(prompt: list[int], masked: list[int], trained: list[int]) -> Pair:
+    return prompt + masked + trained, [IGNORE_INDEX] * (len(prompt) + len(masked)) + trained

@@ -21,6 +21,7 @@ MARK = "\ufdd0"
 _SPELLED_MARK = ascii(MARK)[1:-1]  # in a list that a template prints as Python does
 _HEADER = "<|im_start|>assistant\n"
 _EARLIER = "\ufdd1"  # takes the place of an earlier answer
+_PROBE: Message = {_EARLIER: [_EARLIER]}  # a tool
 _QUESTION: Message = {"role": "user", "content": "?"}
 _EARLIER_ANSWER: Message = {"role": "assistant", "content": _EARLIER, "reasoning_content": ""}
 
@@ -113,10 +114,16 @@ def pair_texts(
         prompt = chat_text(style, [*lead, *before], tools, mode=mode, is_prompt=True)
         prompt = prompt.partition(_EARLIER + IM_END)[2] if follows else prompt
         text = pair_texts(style, [_QUESTION], answer, None, mode=mode, follows=False)[1]
+    reasoning, said = split_reasoning(style, text, mode=mode)
+    return prompt + reasoning, said
+
+
+def split_reasoning(style: Style, text: str, *, mode: Mode) -> tuple[str, str]:
+    """What of an answer is shown but not trained, mostly nothing, and the rest."""
     if style.loss_on_reasoning or mode == "no_think" or THINK_END not in text:
-        return prompt, text
+        return "", text
     reasoning, end, said = text.partition(THINK_END)
-    return prompt + reasoning + end, said
+    return reasoning + end, said
 
 
 def _generation_prompt(style: Style, mode: Mode) -> str:
@@ -130,15 +137,35 @@ def _generation_prompt(style: Style, mode: Mode) -> str:
 
 
 def system_texts(style: Style) -> Texts:
-    """What the template says before and after a list of tools, and what it says without being asked."""
-    start, tool = "<|im_start|>system\n", {_EARLIER: _EARLIER}
-    shown = chat_text(style, [_QUESTION], [tool], mode="think", is_prompt=False).removeprefix(start)
-    before, _, after = shown.partition("\n" + json.dumps(tool, ensure_ascii=False))
-    asked = chat_text(style, [_QUESTION], None, mode="think", is_prompt=False)
-    instruction = asked.removeprefix(start).partition(IM_END)[0] if asked.startswith(start) else ""
+    """What the template says around a list of tools, and what it says without being asked."""
+    if style.family.tools_in_xml:
+        return _texts_around_xml(style)
+    shown, tool = _system_turn(style, [_PROBE]), json.dumps(_PROBE, ensure_ascii=False)
+    before, _, after = shown.partition("\n" + tool)
+    instruction = _system_turn(style, None)
     if instruction:
         before = before.removeprefix(instruction + "\n\n")
-    return Texts(before_tools=before, after_tools=after.partition(IM_END)[0], instruction=instruction)
+    return Texts(before_tools=before, after_tools=after, instruction=instruction)
+
+
+def _texts_around_xml(style: Style) -> Texts:
+    before, _, shown = _system_turn(style, [_PROBE]).partition("\n<function>\n")
+    said = _system_turn(style, [_PROBE], {"role": "system", "content": _EARLIER}).removeprefix(_EARLIER)
+    title = said.partition("\n<function>\n")[0]
+    tool, _, after = shown.partition(f"</{_EARLIER}>\n</function>")
+    return Texts(
+        before_tools=title.removeprefix("\n\n"),
+        after_tools=after,
+        default=before.removesuffix(title),
+        lists_in_json=tool.endswith('"]'),
+    )
+
+
+def _system_turn(style: Style, tools: list[Message] | None, *system: Message) -> str:
+    """The first turn without its header and its end; empty if it is the user's."""
+    text = chat_text(style, [*system, _QUESTION], tools, mode="think", is_prompt=False)
+    start = "<|im_start|>system\n"
+    return text.removeprefix(start).partition(IM_END)[0] if text.startswith(start) else ""
 
 
 def escape(text: str, special_tokens: Sequence[str]) -> str:
@@ -153,10 +180,20 @@ def escape(text: str, special_tokens: Sequence[str]) -> str:
 
 def encode(style: Style, tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered texts; what was escaped becomes the ids of its letters."""
-    if not any(MARK in text for text in texts):
-        ids: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return ids
-    return [_encode_escaped(style, tokenizer, text) for text in texts]
+    if any(MARK in text for text in texts):
+        return [_encode_escaped(style, tokenizer, text) for text in texts]
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:  # a tokenizer in Python
+        made = tokenizer(list(texts), add_special_tokens=False, split_special_tokens=False)
+        return list(made["input_ids"])
+    # Without what transformers does around it, half of which looks for where each token stands in the text.
+    backend.encode_special_tokens = False
+    if backend.truncation is not None:
+        backend.no_truncation()
+    if backend.padding is not None:
+        backend.no_padding()
+    # One at a time: several would be shared out among threads, which costs more than it gains for so few.
+    return [backend.encode_batch_fast([text], add_special_tokens=False)[0].ids for text in texts]
 
 
 def _encode_escaped(style: Style, tokenizer: Any, text: str) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,6 @@ class SideFile(TrainerCallback):
         tokenizer = kwargs.get("processing_class")
         if session.CURRENT.record is not None and tokenizer is not None:
             fail_open(lambda: files.keep(tokenizer, session.CURRENT.processor))
-        if Path(session.CURRENT.tokenized_path or " ").is_dir():  # the next run trains on it without tokenizing
-            _write(state, session.CURRENT.tokenized_path)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """After a checkpoint was written."""
@@ -31,6 +30,16 @@ class SideFile(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the model is saved a last time."""
         _write(state, args.output_dir)
+
+
+def note_tokenized() -> None:
+    """Puts the record beside the dataset that this run has tokenized: the next one trains on it as it is.
+
+    It is done before the weights are loaded, as that is where runs fail.
+    """
+    made, folder = session.CURRENT.record, Path(session.CURRENT.tokenized_path or " ")
+    if session.CURRENT.repairs and made is not None and folder.is_dir() and os.environ.get("RANK", "0") == "0":
+        fail_open(lambda: record.write(folder, made))
 
 
 def _write(state: Any, folder: str | Path) -> None:

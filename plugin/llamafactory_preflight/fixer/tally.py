@@ -118,7 +118,7 @@ def tell_cost(tally: Tally, lengths: list[int]) -> None:
         last = dict(zip(tally.rows, lengths, strict=True))  # the last sample of a conversation holds the others
         tokens = f" and {sum(lengths)} tokens instead of about {sum(last.values())}"
     session.say(
-        f"{tally.num_samples} conversations became {tally.num_rows} samples{tokens}, because an earlier answer is "
-        f"served otherwise than the last one. An epoch has {grown:.2f} times the steps, and mixing ratios count "
+        f"{tally.num_kept_samples} conversations became {tally.num_rows} samples{tokens}, because an earlier answer "
+        f"is served otherwise than the last one. An epoch has {grown:.2f} times the steps, and mixing ratios count "
         "answers. LLAMAFACTORY_TEMPLATE_TURNS=last trains the last answers only, =concat all of them in one text"
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from llamafactory.data.template import Template
 
 from llamafactory_preflight.fixer.cut import Anchors, cut_prompt
-from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts, system_texts
+from llamafactory_preflight.fixer.render import Style, encode, escape, pair_texts, split_reasoning, system_texts
 from llamafactory_preflight.fixer.rules import rules
 from llamafactory_preflight.settings import EmptyThink, Turns
 from llamafactory_preflight.templates.families import Family, Mode
@@ -80,13 +80,18 @@ class OfficialTemplate(Template):  # type: ignore[misc]
 
     def encode_answers(
         self, tokenizer: Any, prompt: list[Message], answers: Sequence[Message], system: str | None, tools: str | None
-    ) -> tuple[list[int], list[list[int]]]:
-        """One prompt and several answers to it, all in the mode of the first."""
-        first = self._conversation([*prompt, answers[0]], system, tools)
-        mode = self._mode(first.last)
-        prompt_ids, first_ids = self._last_pair(tokenizer, first, mode)
-        others = [self._conversation([*prompt, answer], system, tools) for answer in answers[1:]]
-        return prompt_ids, [first_ids, *(self._last_pair(tokenizer, other, mode)[1] for other in others)]
+    ) -> tuple[list[int], list[Pair]]:
+        """One prompt and several answers to it, in the mode of the first; of each what is shown, what trained."""
+        conversations = [self._conversation([*prompt, answer], system, tools) for answer in answers]
+        mode = self._mode(conversations[0].last)
+        whole = replace(self.style, loss_on_reasoning=True)
+        texts = [
+            pair_texts(whole, talk.official[:-1], talk.last, talk.tools, mode=mode, follows=False)
+            for talk in conversations
+        ]
+        parts = [split_reasoning(self.style, text, mode=mode) for _, text in texts]
+        prompt_ids, *encoded = encode(self.style, tokenizer, [texts[0][0], *(text for pair in parts for text in pair)])
+        return prompt_ids, list(zip(encoded[::2], encoded[1::2], strict=True))
 
     def stable_answers(self, messages: list[Message]) -> int:
         """How many of the first answers one sample serves; later ones each need a sample of their own."""
@@ -116,10 +121,9 @@ class OfficialTemplate(Template):  # type: ignore[misc]
         return list(dict.fromkeys(ids))
 
     def get_ollama_modelfile(self, tokenizer: Any) -> str:
-        """With thinking and tools where the template can be written in Go; else LLaMA-Factory's."""
+        """With thinking and tools."""
         stops = tokenizer.convert_ids_to_tokens(self.get_stop_token_ids(tokenizer))
-        made = modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
-        return made or str(super().get_ollama_modelfile(tokenizer))
+        return modelfile(self.style.family, mode=self.default_mode, stops=stops, texts=system_texts(self.style))
 
     def _conversation(self, messages: list[Message], system: str | None, tools: str | None) -> _Conversation:
         media = self.style.media_tokens  # those in a text are real by now

@@ -37,6 +37,7 @@ class Family:
         blocks_in_chain: Whether every answer after the last question gets a think block, even an empty one.
         has_preserve_thinking: Whether `preserve_thinking` keeps the reasoning of earlier answers.
         calls_in_xml: Whether calls are written as XML, not as JSON.
+        tools_in_xml: Whether the list of tools is, too.
         is_multimodal: Whether images and videos may stand in a prompt.
     """
 
@@ -47,6 +48,7 @@ class Family:
     blocks_in_chain: bool = False
     has_preserve_thinking: bool = False
     calls_in_xml: bool = False
+    tools_in_xml: bool = False
     is_multimodal: bool = False
 
     @property
@@ -61,7 +63,12 @@ THINKING_2507 = Family(name="Qwen3-Thinking-2507", template="qwen3", modes=("thi
 VL = Family(name="Qwen3-VL", template="qwen3_vl_nothink", modes=("no_think",), keeps_history=True, is_multimodal=True)
 VL_THINKING = Family(name="Qwen3-VL-Thinking", template="qwen3_vl", modes=("think",), is_multimodal=True)
 CODER = Family(
-    name="Qwen3-Coder", template="qwen3_nothink", modes=("no_think",), keeps_history=True, calls_in_xml=True
+    name="Qwen3-Coder",
+    template="qwen3_nothink",
+    modes=("no_think",),
+    keeps_history=True,
+    calls_in_xml=True,
+    tools_in_xml=True,
 )
 QWEN3_5 = Family(
     name="Qwen3.5 (4B and larger)",
