@@ -45,7 +45,7 @@ CASES: list[dict[str, Any]] = [
     {
         "id": "late", "cap_gib": 4, "args": {"cutoff_len": 8192, "gradient_accumulation_steps": 1, "max_steps": 8},
         "lengths": [128] * 5 + [8000] + [128] * 10, "says": "in the forward or backward pass of step 6",
-        "remedy": True, "mode": "warn",
+        "remedy": True,
     },
     {
         "id": "optimizer", "cap_gib": 2.6, "args": FULL | {"cutoff_len": 64, "gradient_accumulation_steps": 1},
