@@ -102,8 +102,13 @@ def arguments(*, steps: int, on_gpu: bool) -> dict[str, Any]:
     config = qwen3_shapes.config("Qwen/Qwen3-0.6B")
     name = "bench_gpu" if on_gpu else "bench_cpu"
     measure_runs.write_model(name, config if on_gpu else config | SMALL)
-    size = {"cutoff_len": 512, "per_device_train_batch_size": 4} | ({} if on_gpu else {"use_cpu": True})
-    settings = {"max_steps": steps, "logging_steps": LOGGING_STEPS, "gradient_accumulation_steps": 1, "packing": False}
+    size = {"per_device_train_batch_size": 4} if on_gpu else {"use_cpu": True}
+    settings = {
+        "cutoff_len": 512,
+        "max_steps": steps,
+        "logging_steps": LOGGING_STEPS,
+        "gradient_accumulation_steps": 1,
+    }
     return measure_runs.arguments({"id": name, "model": name, "args": size | settings})
 
 
