@@ -53,11 +53,11 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "id": "evaluate", "cap_gib": 3, "args": EVALUATION | {"cutoff_len": 256},
-        "says": "in the evaluation of step 1", "remedy": True,
+        "says": "in the evaluation after step 1", "remedy": True,
     },
     {
         "id": "save", "cap_gib": 3, "args": {"cutoff_len": 256, "save_strategy": "steps", "save_steps": 2},
-        "in_save_gib": 4, "says": "while saving of step 2",
+        "in_save_gib": 4, "says": "while saving after step 2",
     },
     {
         "id": "neighbour", "leave_gib": 3, "args": {"per_device_train_batch_size": 8},
