@@ -45,7 +45,7 @@ CASES: list[dict[str, Any]] = [
     {
         "id": "late", "cap_gib": 4, "args": {"cutoff_len": 8192, "gradient_accumulation_steps": 1, "max_steps": 8},
         "lengths": [128] * 5 + [8000] + [128] * 10, "says": "in the forward or backward pass of step 6",
-        "remedy": True, "mode": "warn",
+        "remedy": True,
     },
     {
         "id": "optimizer", "cap_gib": 2.6, "args": FULL | {"cutoff_len": 64, "gradient_accumulation_steps": 1},
@@ -53,11 +53,11 @@ CASES: list[dict[str, Any]] = [
     },
     {
         "id": "evaluate", "cap_gib": 3, "args": EVALUATION | {"cutoff_len": 256},
-        "says": "in the evaluation of step 1", "remedy": True,
+        "says": "in the evaluation after step 1", "remedy": True,
     },
     {
         "id": "save", "cap_gib": 3, "args": {"cutoff_len": 256, "save_strategy": "steps", "save_steps": 2},
-        "in_save_gib": 4, "says": "while saving of step 2",
+        "in_save_gib": 4, "says": "while saving after step 2",
     },
     {
         "id": "neighbour", "leave_gib": 3, "args": {"per_device_train_batch_size": 8},

@@ -18,6 +18,7 @@ from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import ALLOWABLE
+from llamafactory_preflight.software import Software
 from test_remedies import FRACTIONS, SETTINGS, SIZES, SOFTWARE, arguments, shape
 
 
@@ -165,6 +166,13 @@ def test_what_fits_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[st
         (("-", "--fit", "-o", "b.yaml"), "-o needs a file"),
         (("a.yaml", "a.yaml", "--fit"), "one file at a time"),
         (("a.yaml", "--fit", "-o", "no/such/b.yaml", "--gpu", "24GiB"), "cannot be written"),
+        (("a.yaml", "-o", "b.yaml", "--gpu", "24GiB"), "go with --fit, --tune or --model"),
+        (("a.yaml", "--allow", "cutoff", "--gpu", "24GiB"), "go with --fit, --tune or --model"),
+        (("a.yaml", "--fit", "--exact", "--gpu", "24GiB"), "--exact simulates a run as it is"),
+        (("--model", "", "--gpu", "24GiB"), "--model is empty"),
+        (("--model", "model", "--method", "magic", "--gpu", "24GiB"), "--method magic is not known"),
+        (("--model", "model", "cutoff_len", "--gpu", "24GiB"), "take one file at a time"),
+        (("--model", "nowhere", "--gpu", "24GiB", "--tune", "-o", "b.yaml"), "No preset was made"),
     ],
 )
 def test_faulty_input_is_one_message(
@@ -178,7 +186,28 @@ def test_values_are_replaced_where_they_stand_and_others_are_added() -> None:
     text = "a: 1  # one\nb:  true\n# c: 5\nnested:\n  a: 7\n"
     new = yaml_text.changed(text, {"a": 2, "b": False, "c": "x"}, reason="added")
     assert yaml.safe_load(new) == {"a": 2, "b": False, "c": "x", "nested": {"a": 7}}
-    assert new.splitlines()[:2] == ["a: 2  # was 1", "b: false  # was true"] and "# c: 5" in new
+    assert new.splitlines()[:2] == ["a: 2  # was 1", "b:  false  # was true"] and "# c: 5" in new
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "kept"),
+    [
+        ("a:\n  8\nb: 1  # one\n", {"a": 4}, "b: 1  # one"),
+        ('"a": 16\n# mine\nb: 1', {"a": 8, "d": 1}, "# mine"),
+        ("a: >\n  long\n  text\nb: 1\n", {"a": "x"}, "b: 1"),
+        ("a: [1, 2]\nb:\n- x\n- y\n", {"a": "z", "b": "q"}, ""),
+        ("a:\n# mine\nb: 2\n", {"a": 3}, "# mine"),
+        ("a: 1\r\nb: 2\r\n", {"a": 3, "c": 4}, "b: 2"),
+        ("\ufeffa: 1\nb: 2\n", {"a": 3}, "b: 2"),
+        ("a: &r 8\nb: *r\n", {"b": 3}, ""),
+        ("{a: 1, b: 2}", {"a": 3, "c": 1}, ""),
+        ("---\na: 1\n...\n", {"c": 2}, ""),
+    ],
+)
+def test_every_form_of_yaml_stays_right(text: str, changes: dict[str, object], kept: str) -> None:
+    new = yaml_text.changed(text, changes, reason="added")
+    assert yaml.safe_load(new) == yaml.safe_load(text) | changes
+    assert kept in new
 
 
 def test_a_value_that_is_already_there_keeps_its_comment() -> None:
@@ -201,6 +230,52 @@ def test_every_allowable_name_keeps_something() -> None:
     assert set(fit.KEPT) == set(ALLOWABLE)
     names: set[str] = set().union(*fit.KEPT.values())
     assert names <= {field.name for field in dataclasses.fields(RunDescription)}
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("a.yaml", "per_device_train_batch_size=1", "--gpu", "80GiB", "--host-ram", "1MiB"), "Main memory: about"),
+        (("a.yaml", "use_cpu=true", "--host-ram", "1GiB"), "this one is on the CPU"),
+        (("chat.yaml", "--gpu", "8GiB"), "arguments of a chat"),
+    ],
+)
+def test_why_nothing_was_changed_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], reason: str
+) -> None:
+    (folder / "chat.yaml").write_text("model_name_or_path: model\ntemplate: qwen3\n")
+    assert preflight_of(*words, "--fit") == 1
+    said = capsys.readouterr().err
+    assert reason in said and "--allow" not in said
+
+
+def test_fit_says_what_main_memory_lacks(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert preflight_of("a.yaml", "--gpu", "24GiB", "--host-ram", "1GiB", "--fit") == 0
+    said = capsys.readouterr().err
+    assert "Changed: " in said and "1.00 GiB available" in said
+
+
+def two_cards(run: RunDescription, size: str, budget: int, software: Software) -> Result:
+    alone = looked_at(run, size, budget)
+    assert alone.device is not None and alone.shape is not None
+    estimate = memory.estimate(run, alone.shape, software=software, ranks=memory.Ranks(world=2, local=2))
+    return dataclasses.replace(alone, software=software, estimate=estimate, devices=(alone.device, alone.device))
+
+
+def test_several_gpus_share_optimizer_states_and_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDescription(model_name_or_path="m", do_train=True, bf16=True, finetuning_type="full", cutoff_len=2048)
+    with_deepspeed = dataclasses.replace(SOFTWARE, deepspeed="0.18.4")
+    found = fit.fitting(two_cards(run, "1.7b", 24 * GIB, with_deepspeed), allow=frozenset())
+    assert found is not None and str(found.set["deepspeed"]).startswith("deepspeed_configs/zero")
+    assert not MAY_NOT_CHANGE & found.set.keys()
+    assert fit.fitting(two_cards(run, "1.7b", 24 * GIB, SOFTWARE), allow=frozenset()) is None
+    alone = dataclasses.replace(looked_at(run, "1.7b", 24 * GIB), software=with_deepspeed)
+    assert fit.fitting(alone, allow=frozenset()) is None, "LLaMA-Factory takes DeepSpeed under torchrun only"
+    monkeypatch.setenv("FORCE_TORCHRUN", "1")
+    offloaded = fit.fitting(alone, allow=frozenset())
+    assert offloaded is not None and "offload" in str(offloaded.set["deepspeed"])
+    little = dataclasses.replace(alone, host_budget_bytes=2 * GIB)
+    assert fit.fitting(little, allow=frozenset()) is None, "main memory would not hold it"
 
 
 def test_a_run_that_lacks_main_memory_alone_is_left_as_it_is() -> None:

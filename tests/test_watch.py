@@ -95,7 +95,7 @@ def test_address_space_that_ends_is_explained_below_the_traceback(run: Any, tmp_
     _, _, answer = done.stderr.partition("Error code 12 (Cannot allocate memory)")
     flat = " ".join(answer.split())
     assert "ran out of main memory in the forward or backward pass of step 1" in flat
-    assert "Asked for " in flat and "No checkpoint was written yet" in flat
+    assert "Asked for " in flat and "No checkpoint was completed yet" in flat
     assert json.loads((tmp_path / "out/preflight.json").read_text())["ranks"][0]["longest_batch"]["sequences"] == 32
     assert not (tmp_path / "out/.preflight").exists()
 

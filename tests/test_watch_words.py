@@ -136,8 +136,10 @@ def test_the_phase_is_read_off_the_traceback() -> None:
 
 
 def test_the_answer_names_phase_amounts_neighbours_growth_and_remedies(tmp_path: Path) -> None:
-    (tmp_path / "checkpoint-20").mkdir()
-    (tmp_path / "checkpoint-100").mkdir()
+    for name in ("checkpoint-20", "checkpoint-100", "checkpoint-120"):
+        (tmp_path / name).mkdir()
+    for name in ("checkpoint-20", "checkpoint-100"):  # the last one was cut off
+        (tmp_path / name / "trainer_state.json").write_text("{}")
     state = State(on_gpu=True, phase="forward_backward", step=123, exceeded_at_step=17)
     state.held_bytes = {"load": int(15.35 * GIB), "steps": int(15.6 * GIB)}
     state.longest = Batch(sequences=8, tokens=2048, step=17)
@@ -175,6 +177,26 @@ def test_where_the_prediction_was_right_the_room_was_missing() -> None:
     state = State(on_gpu=True, held_bytes={"load": parts["weights"] + parts["adapters"]})
     text = explain.on_gpu(case(Shortage(where="gpu"), state, budget=20 * GIB))
     assert "Nothing has grown beyond the prediction" in " ".join(text.split())
+
+
+def test_what_comes_on_top_of_the_prediction_is_said_and_left_room_for() -> None:
+    result = looked_at(run(), "8b", 80 * GIB)
+    assert result.estimate is not None
+    held = result.estimate.phases["save"]
+    shorted = Shortage(where="gpu", asked=4 * GIB, allocated=held, free=60 * GIB, total=80 * GIB)
+    little = case(shorted, State(on_gpu=True, step=2), budget=held + 3 * GIB, phase="save")
+    flat = " ".join(explain.on_gpu(little).split())
+    assert "ran out of GPU memory while saving after step 2" in flat
+    assert "it would be 4.00 GiB beyond the prediction" in flat and "Nothing has grown" not in flat
+    assert "quantization_bit=4" in flat, "a fourth of the weights leaves room for it"
+    none = case(shorted, State(on_gpu=True, step=2), budget=4 * GIB, phase="save")
+    assert "No change is known with which it would fit here" in " ".join(explain.on_gpu(none).split())
+
+
+def test_of_many_neighbours_the_largest_are_named() -> None:
+    others = tuple((pid, pid * GIB) for pid in range(1, 9))
+    flat = " ".join(explain.on_gpu(case(Shortage(where="gpu", others=others), State(), budget=9 * GIB)).split())
+    assert "Process 8" in flat and "Process 5" not in flat and "5 more have 15.00 GiB" in flat
 
 
 @pytest.mark.parametrize("phase", sorted(explain.HOST_REMEDIES))

@@ -6,7 +6,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -39,6 +39,15 @@ def read(source: Path | Literal["-"] | Sequence[str], overrides: Sequence[str] =
     if source and source[0].endswith(CONFIG_SUFFIXES):
         return read(Path(source[0]), [*source[1:], *overrides])
     return _from_flags(source)
+
+
+def with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Arguments with `key=value` items that win over them.
+
+    Raises:
+        UserError: An override is malformed.
+    """
+    return _merged(json.dumps(dict(given)), "the command line", overrides, as_json=True)
 
 
 def _text(file: Path) -> str:

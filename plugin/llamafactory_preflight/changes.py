@@ -85,7 +85,7 @@ def changes(
 
 def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[Change]:
     """ZeRO for a run on several GPUs that has none, where LLaMA-Factory takes it (its parser and model/adapter.py)."""
-    if run.deepspeed is not None or run.pure_bf16 or not _plain_adamw(run):
+    if run.deepspeed is not None or run.fsdp_plan is not None or run.pure_bf16 or not _plain_adamw(run):
         return
     third = not (
         run.predict_with_generate or run.pissa_init or run.quantization_bit or len(run.adapter_name_or_path) > 1

@@ -105,11 +105,11 @@ def _preflight(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object a line")
     parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
-    parser.add_argument("--allow", default="", help="what --fit may change too: quantization,cutoff,precision,...")
+    parser.add_argument("--allow", help="what --fit may change too: quantization,cutoff,precision,...")
     parser.add_argument("-o", "--output", type=Path, help="write what --fit or --tune found to this file")
     parser.add_argument("--tune", action="store_true", help="find the fastest settings that fit and train the same")
     parser.add_argument("--model", help="with --tune: make a preset for this model instead of reading a file")
-    parser.add_argument("--method", default="lora", help="of that preset: lora, qlora, full or freeze")
+    parser.add_argument("--method", help="of that preset: lora (the default), qlora, full or freeze")
     options = parser.parse_intermixed_args(_amounts_joined(argv))
     from llamafactory_preflight import preflight, report
     from llamafactory_preflight.software import Software
@@ -119,8 +119,10 @@ def _preflight(argv: Sequence[str]) -> int:
     if options.model is None and not files:
         raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
     machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
-    if options.fit or options.tune or options.model:
+    if options.fit or options.tune or options.model is not None:
         return _changed(options, files, overrides, machine)
+    if options.output is not None or options.allow is not None or options.method is not None:
+        raise UserError("-o, --allow and --method go with --fit, --tune or --model", next_step="Add one of these")
     worst = 0
     for position, file in enumerate(files):
         try:
@@ -147,14 +149,16 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
         raise UserError("--fit and --tune take one file at a time, and one of them", next_step="Leave one out")
     if options.accelerate_config is not None:
         raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
+    if options.exact:
+        raise UserError("--exact simulates a run as it is", next_step="Leave out --fit, --tune and --model")
     from llamafactory_preflight import fit_command, tune_command
 
     where = {"output": options.output, "as_json": options.json, **machine}
     if options.model is not None:
-        return tune_command.create(options.model, options.method, **where)
+        return tune_command.create(options.model, options.method or "lora", overrides, **where)
     if options.tune:
         return tune_command.run(files[0], overrides, **where)
-    return fit_command.run(files[0], overrides, allow=options.allow, **where)
+    return fit_command.run(files[0], overrides, allow=options.allow or "", **where)
 
 
 def _amounts_joined(argv: Sequence[str]) -> list[str]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from llamafactory_preflight import preflight, remedies
+from llamafactory_preflight import machine, preflight, remedies
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
 
@@ -39,6 +40,7 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
         software=result.software,
         predict=preflight.predictor(result, length=length),
         fits=lambda estimate: preflight.fits(result, estimate),
+        shards=machine.deepspeed_files(result.software, len(result.devices), env=os.environ),
         kept=kept,
     )
     return found[0] if found else None

@@ -42,17 +42,35 @@ def run(file: str, overrides: Sequence[str], *, allow: str, output: Path | None,
     remedy = fit.fitting(result, allow=permitted)
     if remedy is None:
         _print(result, as_json)
-        left = ", ".join(name for name in fit.KEPT if name not in permitted)
-        more = f" Not allowed so far: --allow {left.replace(' ', '')}" if left else ""
-        print(f"Nothing that may be changed makes it fit.{more}", file=sys.stderr)
+        print(_reason(result, permitted), file=sys.stderr)
         return 1
     changed = fit.as_arguments(remedy.set, flags=False)
     fitted = preflight.check(file, overrides=[*overrides, *changed], **machine)
     _print(fitted, as_json)
     print(f"Changed: {remedy.line}\n  costs {remedy.costs}", file=sys.stderr)
+    if fitted.lacks_host:
+        print(_host(fitted), file=sys.stderr)
     if output is not None:
         _write(output, file, overrides, remedy.set)
     return fitted.exit_code
+
+
+def _reason(result: Result, permitted: frozenset[str]) -> str:
+    """Why nothing was changed."""
+    if result.serves:
+        return "--fit changes trainings only, and these are the arguments of a chat, an API or an export."
+    if result.device is None:
+        return "--fit fits a run to a GPU; this one is on the CPU, where main memory holds everything."
+    if result.estimate is not None and preflight.fits(result, result.estimate):
+        return f"The card holds it, so --fit changes nothing. {_host(result)}"
+    left = ",".join(name for name in fit.KEPT if name not in permitted)
+    return "Nothing that may be changed makes it fit." + (f" Not allowed so far: --allow {left}" if left else "")
+
+
+def _host(result: Result) -> str:
+    assert result.estimate is not None
+    needed, budget = report.size(result.estimate.host_bytes), report.size(result.host_budget_bytes)
+    return f"Main memory: about {needed} needed, {budget} available, and nothing that --fit changes frees any."
 
 
 def _print(result: Result, as_json: bool) -> None:

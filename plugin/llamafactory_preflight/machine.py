@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from llamafactory_preflight import allocator, memory
+from llamafactory_preflight import allocator, changes, memory, paths
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.settings import Settings, is_enabled
+from llamafactory_preflight.software import Software
 
 
 MOST_GPUS = 4096
@@ -77,3 +78,9 @@ def ranks_of(num_gpus: int, *, env: Mapping[str, str]) -> memory.Ranks:
     count = {name: int(value) for name, value in given.items() if value.isdigit() and int(value) > 0}
     local = count.get("LOCAL_WORLD_SIZE", count.get("NPROC_PER_NODE", max(num_gpus, 1)))
     return memory.Ranks(world=count.get("WORLD_SIZE", local * count.get("NNODES", 1)), local=local)
+
+
+def deepspeed_files(software: Software, num_gpus: int, *, env: Mapping[str, str]) -> tuple[changes.DeepSpeedFile, ...]:
+    """The pack's DeepSpeed files, where torchrun starts the run: LLaMA-Factory takes none elsewhere."""
+    torchrun = ranks_of(num_gpus, env=env).world > 1 or is_enabled(env, "FORCE_TORCHRUN")
+    return changes.deepspeed_files(paths.pack_folder()) if torchrun and software.deepspeed is not None else ()

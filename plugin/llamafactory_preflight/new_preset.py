@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ TEMPLATES = {
     "qwen2_vl": "qwen2_vl", "qwen2_5_vl": "qwen2_vl", "llama": "llama3", "mistral": "mistral", "gemma3": "gemma3",
     "gemma3_text": "gemma3",
 }  # fmt: skip
+DEFAULT_TEMPLATE = "default"  # until the model's type is known
 COMMENTS = {
     "enable_liger_kernel": "faster, and it never holds the logits of a whole batch",
     "quantization_bit": "base weights in 4 bit: a third of the memory, some precision and speed",
@@ -53,15 +55,17 @@ def arguments(model: str, method: str) -> dict[str, Any]:
     """Where to begin: a batch of 16 samples of 2048 tokens, one after the other.
 
     Raises:
-        UserError: There is no such method.
+        UserError: There is no such method, or the model has no name.
     """
+    if not model.strip():
+        raise UserError("--model is empty", next_step="Name a model on the hub, or a folder")
     if method not in METHODS:
         raise UserError(f"--method {method} is not known", next_step=f"There are {', '.join(METHODS)}")
     folder = f"saves/{model.rstrip('/').rpartition('/')[2].lower()}/{method}"
     given: dict[str, Any] = {
         "model_name_or_path": model, "trust_remote_code": False, "stage": "sft", "do_train": True,
         "finetuning_type": "lora" if method == "qlora" else method, "dataset": "identity", "dataset_dir": "data",
-        "template": "default", "cutoff_len": 2048, "output_dir": folder,
+        "template": DEFAULT_TEMPLATE, "cutoff_len": 2048, "output_dir": folder,
         "overwrite_output_dir": True, "logging_steps": 1, "save_steps": 200, "save_total_limit": 2, "plot_loss": True,
         "report_to": "none", "per_device_train_batch_size": 1, "gradient_accumulation_steps": 16,
         "learning_rate": 1.0e-4 if method in ("lora", "qlora") else 1.0e-5, "num_train_epochs": 3.0,
@@ -77,10 +81,14 @@ def arguments(model: str, method: str) -> dict[str, Any]:
 def text(result: Result, given: Mapping[str, Any]) -> str:
     """The YAML of a run that was looked at."""
     assert result.estimate is not None and result.device is not None and result.shape is not None
-    template = TEMPLATES.get(result.shape.model_type, given["template"])
+    template = given["template"]
+    if template == DEFAULT_TEMPLATE:
+        template = TEMPLATES.get(result.shape.model_type, template)
+    if template == "qwen3" and re.search("instruct|coder", str(given["model_name_or_path"]), re.IGNORECASE):
+        template = "qwen3_nothink"  # these never think
     values = {**given, "template": template}
-    if template == "qwen3":
-        values["enable_thinking"] = False
+    if template == "qwen3" and "thinking" not in str(given["model_name_or_path"]).lower():
+        values.setdefault("enable_thinking", False)
     needed = verdict.needed_bytes(result.estimate, context_bytes=result.device.context_bytes)
     lines = [
         f"# {given['finetuning_type']} of {given['model_name_or_path']} for {result.device.name}: predicted to need "

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 from llamafactory_preflight import (
     arguments,
-    changes,
     checkpoint_size,
     contradictions,
     disk,
@@ -229,15 +228,13 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
     """Changes with which the run fits the deciding card for certain; none where it does as it is."""
     if result.device is None or result.shape is None or result.estimate is None or fits(result, result.estimate):
         return ()
-    several = machine.ranks_of(len(result.devices), env=env).world > 1 and result.software.deepspeed is not None
-    several = several and result.run.fsdp_plan is None
     return remedies.remedies(
         result.run,
         result.shape.model_type,
         software=result.software,
         predict=predictor(result, length=length, env=env),
         fits=lambda estimate: fits(result, estimate),
-        shards=changes.deepspeed_files(paths.pack_folder()) if several else (),
+        shards=machine.deepspeed_files(result.software, len(result.devices), env=env),
     )
 
 

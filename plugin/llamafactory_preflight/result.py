@@ -72,6 +72,12 @@ class Result:
     serves: bool = False
 
     @property
+    def lacks_host(self) -> bool:
+        """Whether it takes more of main memory than there is."""
+        budget = self.host_budget_bytes
+        return self.estimate is not None and budget is not None and self.estimate.host_bytes > budget
+
+    @property
     def exit_code(self) -> int:
         """0: fits or tight. 1: will not fit. 2: cannot tell, or the run would fail for another reason."""
         if self.verdict.word == "unknown" or any(finding.severity == "error" for finding in self.findings):

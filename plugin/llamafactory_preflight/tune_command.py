@@ -12,6 +12,10 @@ from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.result import Result
 
 
+NOTHING_FITS = "Nothing that trains the same fits. --fit --allow ... may find more."
+NO_CARD = "--tune looks for the fastest training that fits a GPU; this is none."
+
+
 def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bool, **machine: Any) -> int:
     """Tunes one file and prints its report and what it is expected to gain.
 
@@ -37,7 +41,7 @@ def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bo
     found = tune.tuned(result, sample_lengths.estimated(result.run))
     if found is None:
         _print(result, as_json)
-        print("Nothing that trains the same fits. --fit --allow ... may find more.", file=sys.stderr)
+        print(NOTHING_FITS if result.device is not None and not result.serves else NO_CARD, file=sys.stderr)
         return 1
     changed = fit.as_arguments(found.set, flags=False)
     faster = preflight.check(file, overrides=[*overrides, *changed], **machine)
@@ -57,12 +61,15 @@ def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bo
     return faster.exit_code
 
 
-def create(model: str, method: str, *, output: Path | None, as_json: bool, **machine: Any) -> int:
+def create(
+    model: str, method: str, overrides: Sequence[str], *, output: Path | None, as_json: bool, **machine: Any
+) -> int:
     """Makes a preset for a model and a card: what fits, and of that the fastest.
 
     Args:
         model: A name on the hub, or a folder.
         method: One of `new_preset.METHODS`.
+        overrides: `key=value` items that win over what a preset begins with.
         output: Where to write it; without it the YAML goes to standard output.
         as_json: Whether to print the report as JSON.
         **machine: The card and the memory, as `preflight.check` takes them.
@@ -71,12 +78,13 @@ def create(model: str, method: str, *, output: Path | None, as_json: bool, **mac
         0: written. 1: nothing fits. 2: the run is not modelled.
 
     Raises:
-        UserError: The method is none, or the file cannot be written.
+        UserError: There is no model or no such method, an override is faulty, or the file cannot be written.
     """
-    given = new_preset.arguments(model, method)
+    given = arguments.with_overrides(new_preset.arguments(model, method), overrides)
     result = preflight.check(given, **machine)
     if result.verdict.word == "unknown":
         _print(result, as_json)
+        print("No preset was made.", file=sys.stderr)
         return result.exit_code
     found = tune.tuned(result, [])
     chosen: Mapping[str, Any] | None = found.set if found is not None else None

@@ -2,31 +2,54 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from llamafactory_preflight.remedies import as_text
 
 
+LONGEST_OLD_VALUE = 40
+
+
 def changed(text: str, changes: Mapping[str, Any], *, reason: str) -> str:
     """The text with other values.
 
     Args:
-        text: YAML as LLaMA-Factory takes it: one `key: value` a line.
+        text: YAML as LLaMA-Factory takes it: a mapping.
         changes: Arguments by name.
         reason: Stands above the arguments that the text did not have.
+
+    Returns:
+        The text, in which only the values differ. Where YAML's more unusual forms do not allow that (aliases, braces,
+        several documents), all arguments are written anew, and the comments are lost.
     """
-    lines = text.splitlines()
-    added = []
-    for name, value in changes.items():
-        pattern = re.compile(rf"^{re.escape(name)}\s*:\s*(?P<old>.*?)\s*(?:\s#.*)?$")
-        places = [place for place, line in enumerate(lines) if pattern.match(line)]
-        match = pattern.match(lines[places[-1]]) if places else None
-        if match is None:
-            added.append(f"{name}: {as_text(value)}")
-        elif match["old"] != as_text(value):
-            lines[places[-1]] = f"{name}: {as_text(value)}  # was {match['old'] or 'empty'}"
+    import yaml
+
+    edited = _edited(text, changes, reason)
+    wanted = (yaml.safe_load(text) or {}) | {name: yaml.safe_load(as_text(value)) for name, value in changes.items()}
+    try:
+        is_right = yaml.safe_load(edited) == wanted
+    except yaml.YAMLError:
+        is_right = False
+    return edited if is_right else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+
+
+def _edited(text: str, changes: Mapping[str, Any], reason: str) -> str:
+    import yaml
+
+    root = yaml.compose(text, Loader=yaml.SafeLoader)
+    pairs = root.value if isinstance(root, yaml.MappingNode) else []
+    places = {key.value: value for key, value in pairs}
+    added = [f"{name}: {as_text(value)}" for name, value in changes.items() if name not in places]
+    for name in reversed([name for name in places if name in changes]):  # so that the places before stay right
+        begin, end = places[name].start_mark.index, places[name].end_mark.index
+        old, new = " ".join(text[begin:end].split()), as_text(changes[name])
+        if old == new:
+            continue
+        line_end = text.find("\n", end) if "\n" in text[end:] else len(text)
+        shown = old if len(old) <= LONGEST_OLD_VALUE else "longer"
+        blank = "" if text[:begin].endswith((" ", "\t")) else " "
+        text = f"{text[:begin]}{blank}{new}  # was {shown or 'empty'}{text[line_end:]}"
     if added:
-        lines += ["", f"### {reason}", *added]
-    return "\n".join(lines) + "\n"
+        text = "\n".join([text.rstrip("\n"), "", f"### {reason}", *added])
+    return text.rstrip("\n") + "\n"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,14 +31,14 @@ def _timed(method: _F) -> _F:
     def timed(self: MemoryWatch, *args: Any, **kwargs: Any) -> None:
         if self.is_broken:
             return
-        began = time.perf_counter()
+        began, recording = time.perf_counter(), self._recording_seconds
         try:
             method(self, *args, **kwargs)
         except Exception as error:
             self.is_broken = True
             handoff.warn_once(f"memory is no longer watched ({type(error).__name__}: {error})")
         if self.state.step:  # what comes before the first step is done once
-            self.state.watch_seconds += time.perf_counter() - began
+            self.state.watch_seconds += time.perf_counter() - began - (self._recording_seconds - recording)
 
     return timed  # type: ignore[return-value]
 
@@ -59,6 +60,7 @@ class MemoryWatch(TrainerCallback):
         self._hook: Any = None
         self._log: Callable[..., None] | None = None
         self._snapshot: StepSnapshot | None = None
+        self._recording_seconds = 0.0
 
     @_timed
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -92,32 +94,36 @@ class MemoryWatch(TrainerCallback):
         """Before the first micro-batch of a step."""
         self.state.step = state.global_step + 1
         self._enter("forward_backward")
-        if self._snapshot is not None and self._snapshot.step == self.state.step:
-            self._snapshot.begin(kwargs["model"])
+        with self._recorded() as snapshot:
+            if snapshot is not None:
+                snapshot.begin(kwargs["model"])
 
     @_timed
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are clipped."""
         self._enter("optimizer_step")
-        if self._snapshot is not None and self._snapshot.step == self.state.step:
-            self._snapshot.before_optimizer()
+        with self._recorded() as snapshot:
+            if snapshot is not None:
+                snapshot.before_optimizer()
 
     @_timed
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Weights are updated."""
-        if self._snapshot is not None and self._snapshot.step == self.state.step:
-            self._snapshot.after_optimizer(kwargs.get("optimizer"))
+        with self._recorded() as snapshot:
+            if snapshot is not None:
+                snapshot.after_optimizer(kwargs.get("optimizer"))
 
     @_timed
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are gone again; what comes next stands in `control`, which the default callback has set."""
         self._enter("evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward")
         self.state.held_bytes["steps"] = self._current()
-        if self._snapshot is not None and self._snapshot.step == self.state.step:
-            size = self.state.longest.size if self.state.longest is not None else 0
-            vocabulary = getattr(kwargs["model"].config, "vocab_size", 0) or 0
-            self._snapshot.end(logits_bytes=2 * size * vocabulary)
-            self._snapshot = None
+        with self._recorded() as snapshot:
+            if snapshot is not None:
+                self._snapshot = None
+                size = self.state.longest.size if self.state.longest is not None else 0
+                vocabulary = getattr(kwargs["model"].config, "vocab_size", 0) or 0
+                snapshot.end(logits_bytes=2 * size * vocabulary)
 
     @_timed
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -143,6 +149,11 @@ class MemoryWatch(TrainerCallback):
     @_timed
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The last step is done; the model will be saved."""
+        if self._snapshot is not None:
+            handoff.warn_once(
+                f"no memory snapshot: step {self._snapshot.step} did not come, the last was {state.global_step}"
+            )
+            self._snapshot = None
         self.release()
         self._enter("save")
 
@@ -160,6 +171,22 @@ class MemoryWatch(TrainerCallback):
         if self._log is not None:
             setattr(Trainer, LOG, self._log)
             self._log = None
+        if self._snapshot is not None:
+            self._snapshot.stop()
+
+    @contextlib.contextmanager
+    def _recorded(self) -> Iterator[StepSnapshot | None]:
+        """The snapshot where it is of this step. It fails alone, and its time was asked for: it counts apart."""
+        snapshot = self._snapshot if self._snapshot is not None and self._snapshot.step == self.state.step else None
+        began = time.perf_counter()
+        try:
+            yield snapshot
+        except Exception as error:
+            handoff.warn_once(f"no memory snapshot ({type(error).__name__}: {error})")
+            self._snapshot = None
+            if snapshot is not None:
+                snapshot.stop()
+        self._recording_seconds += time.perf_counter() - began if snapshot is not None else 0
 
     def _enter(self, phase: str, *, seen: str | None = None) -> None:
         """Counts the peak to the phase that ends, or to `seen`, and begins the next."""

@@ -21,6 +21,7 @@ from llamafactory_preflight.watch.state import WORDS, State
 
 NOTABLE_BYTES = 64 * MIB
 NOTABLE_SHARE = 0.02
+MOST_NEIGHBOURS = 3
 HOST_REMEDIES = {
     "data": ("preprocessing_num_workers=1", "streaming=true (with max_steps)", "tokenized_path=..., made once"),
     "load": ("fewer processes: NPROC_PER_NODE", "quantization_bit=4, for adapters"),
@@ -102,7 +103,7 @@ def on_host(case: Case) -> str:
 def killed(beat: Mapping[str, object], *, by_kernel: str | None, output_dir: str) -> str:
     """The text for a process that ended without a word, from what it last wrote."""
     phase = str(beat.get("phase"))
-    step = f" of step {beat['step']}" if beat.get("step") and phase not in ("data", "load") else ""
+    step = _at(phase, _int(beat, "step"))
     why = {
         "cgroup": "The kernel has killed in this container since then because its memory limit was reached.",
         "machine": "The kernel has killed on this machine since then because main memory ran out.",
@@ -117,9 +118,10 @@ def killed(beat: Mapping[str, object], *, by_kernel: str | None, output_dir: str
 
 def resume(output_dir: str | None, change: str) -> str:
     """From which checkpoint to go on, and how."""
-    found = [folder for folder in Path(output_dir or "").glob("checkpoint-*") if folder.name[11:].isdigit()]
+    states = Path(output_dir or "").glob("checkpoint-*/trainer_state.json")  # which is written last
+    found = [state.parent for state in states if state.parent.name[11:].isdigit()]
     if not output_dir or not found:
-        return "No checkpoint was written yet: the run begins anew."
+        return "No checkpoint was completed yet: the run begins anew."
     last = max(found, key=lambda folder: int(folder.name[11:]))
     added = f"resume_from_checkpoint={last} {change}".strip()
     return f"The last checkpoint is {last.name}. To go on from it add: {added}"
@@ -141,8 +143,7 @@ def growth(shortage: Shortage, state: State, estimate: MemoryEstimate, phase: st
         moving = parts["gradients"] + parts["activations"] + parts["logits"]
         reached = shortage.allocated + (shortage.asked or 0) - held
         found.append(Growth(name="activations, gradients and logits", predicted=moving, measured=reached))
-    notable = max(NOTABLE_BYTES, int(NOTABLE_SHARE * estimate.peak_allocated_bytes))
-    grown = [one for one in found if one.measured - one.predicted > notable]
+    grown = [one for one in found if one.measured - one.predicted > _notable(estimate)]
     return max(grown, key=lambda one: one.measured - one.predicted, default=None)
 
 
@@ -159,8 +160,13 @@ def wrapped(text: str, *, indent: str = "") -> list[str]:
 
 
 def _head(what: str, state: State, phase: str) -> str:
-    step = f" of step {state.step}" if state.step and phase not in ("data", "load") else ""
-    return f"llamafactory-preflight: rank {state.rank} ran out of {what} {WORDS[phase]}{step}."
+    return f"llamafactory-preflight: rank {state.rank} ran out of {what} {WORDS[phase]}{_at(phase, state.step)}."
+
+
+def _at(phase: str, step: int | None) -> str:
+    if not step or phase in ("data", "load"):
+        return ""
+    return f" {'after' if phase in ('evaluate', 'save') else 'of'} step {step}"
 
 
 def _card(shortage: Shortage, result: Result | None) -> Iterator[str]:
@@ -170,8 +176,12 @@ def _card(shortage: Shortage, result: Result | None) -> Iterator[str]:
         yield f"This process was allowed {size(shortage.allowed)}."
     if shortage.idle is not None and shortage.asked is not None and shortage.idle > shortage.asked:
         yield f"The allocator held {size(shortage.idle)} in pieces that were too small."
-    for pid, taken in shortage.others:
+    ordered = sorted(shortage.others, key=lambda other: -other[1])
+    for pid, taken in ordered[:MOST_NEIGHBOURS]:
         yield f"Process {pid}{_name(pid)} has {size(taken)} of the card."
+    if ordered[MOST_NEIGHBOURS:]:
+        rest = sum(taken for _, taken in ordered[MOST_NEIGHBOURS:])
+        yield f"{len(ordered) - MOST_NEIGHBOURS} more have {size(rest)}."
     if not shortage.others:
         for other in result.device.processes if result is not None and result.device is not None else ():
             if other.pid != os.getpid():
@@ -180,15 +190,17 @@ def _card(shortage: Shortage, result: Result | None) -> Iterator[str]:
 
 
 def _against_prediction(shortage: Shortage, state: State, estimate: MemoryEstimate, phase: str) -> Iterator[str]:
-    predicted = estimate.phases.get(phase) or estimate.peak_allocated_bytes
-    yield f"Predicted for this phase were {size(predicted)}."
+    yield f"Predicted for this phase were {size(_predicted(estimate, phase))}."
     if shortage.allocated is not None:
         yield f"It had {size(shortage.allocated)} when it asked for more."
     grown = growth(shortage, state, estimate, phase)
+    excess = _excess(shortage, estimate, phase)
     if grown is not None:
         since = f" since step {state.exceeded_at_step}" if state.exceeded_at_step is not None else ""
         amounts = f"{size(grown.measured)} instead of {size(grown.predicted)}"
         yield f"Beyond the prediction are {grown.name}{since}: {amounts}."
+    elif excess > _notable(estimate):
+        yield f"With what it asked for it would be {size(excess)} beyond the prediction."
     else:
         yield "Nothing has grown beyond the prediction: there was less room than it needs."
     batch, longest = state.current, state.longest
@@ -198,22 +210,34 @@ def _against_prediction(shortage: Shortage, state: State, estimate: MemoryEstima
             yield f"(the largest before: {longest.sequences} x {longest.tokens}, step {longest.step})"
 
 
+def _predicted(estimate: MemoryEstimate, phase: str) -> int:
+    return estimate.phases.get(phase) or estimate.peak_allocated_bytes
+
+
+def _notable(estimate: MemoryEstimate) -> int:
+    return max(NOTABLE_BYTES, int(NOTABLE_SHARE * estimate.peak_allocated_bytes))
+
+
+def _excess(shortage: Shortage, estimate: MemoryEstimate, phase: str) -> int:
+    """Bytes of what it had and asked for that the prediction for the phase did not have."""
+    return max(0, (shortage.allocated or 0) + (shortage.asked or 0) - _predicted(estimate, phase))
+
+
 def _remedies(case: Case) -> tuple[Remedy, ...]:
-    """Changes with which it fits into the budget, even if the prediction is off by as much as it has been."""
+    """Changes with which it fits into the budget, even if the phase takes as much more than predicted as it has."""
     result, budget = case.result, case.budget_bytes
     if budget is None or result is None or result.shape is None or result.estimate is None:
         return ()
     device = result.device
     context = device.context_bytes if device is not None else 0
-    largest = max(result.estimate.phases.values())
-    reached = (case.shortage.allocated or 0) + (case.shortage.asked or 0)
-    scale = max(1.0, reached / largest) if largest and device is not None else 1.0
+    excess = _excess(case.shortage, result.estimate, case.phase)
 
     def fits(changed: MemoryEstimate) -> bool:
         if device is None:
             return changed.host_bytes <= budget
-        high = verdict.need_bounds(changed, context_bytes=context)[1] - context
-        return high * scale + context <= budget
+        largest = max(changed.phases.values())
+        beyond = max(0, _predicted(changed, case.phase) + excess - largest)
+        return verdict.need_bounds(changed, context_bytes=context)[1] + beyond <= budget
 
     return remedies.remedies(
         result.run if device is not None else replace(result.run, use_cpu=True),

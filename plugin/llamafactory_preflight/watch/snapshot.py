@@ -67,9 +67,7 @@ class StepSnapshot:
     def end(self, *, logits_bytes: int) -> None:
         """After the step: writes everything."""
         taken = torch.cuda.memory._snapshot()
-        torch.cuda.memory._record_memory_history(enabled=None)
-        for handle in self._handles:
-            handle.remove()
+        self.stop()
         marks = Marks(
             named=self._named, modules=self._modules, optimizer_at=self._optimizer_at, logits_bytes=logits_bytes
         )
@@ -81,6 +79,14 @@ class StepSnapshot:
         base.with_suffix(".txt").write_text(table(seen), encoding="utf-8")
         picture(seen, base.with_suffix(".png"), title=f"GPU memory of step {self.step}")
         handoff.say(f"snapshot of step {self.step}: {base}.png, .txt, and .pickle for pytorch.org/memory_viz")
+
+    def stop(self) -> None:
+        """Records no more, and leaves the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        if self._model is not None:
+            torch.cuda.memory._record_memory_history(enabled=None)
+        self._handles, self._model = [], None
 
     def _enter(self, name: str) -> Any:
         def enter(*_: Any) -> None:

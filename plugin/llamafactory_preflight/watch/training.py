@@ -104,6 +104,10 @@ class Training:
         if phase in ("forward_backward", "evaluate") and self.state.current is not None:
             length = self.state.current.tokens
         result = self._looked_at(length)
+        self.result = self.result or result
+        if short.where == "gpu":  # it may have run out before the Trainer was there to tell
+            self.state.on_gpu = True
+            self.state.peaks.setdefault(phase, state.Peak()).include(short.allocated or 0, short.allocated or 0)
         if short.where != "gpu":
             room, resident = host_room_bytes(), heartbeat.resident_bytes()
             budget = room + resident if room is not None and resident is not None else None
