@@ -169,8 +169,7 @@ class RunDescription:
 POSITIVE = frozenset(
     {
         "cutoff_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers",
-        "image_max_pixels",
+        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers", "image_max_pixels",
     }
 )  # fmt: skip
 OTHER_FILES = {
@@ -282,15 +281,14 @@ def _json(value: Any, argument: str, kind: str) -> dict[str, Any] | None:
         loaded = json.loads(text)
     except FileNotFoundError:
         what = phrase("The {kind} file {value} does not exist", kind=kind, value=value)
-        raise UserError(what, where=f"`{argument}`") from None
     except (OSError, ValueError, RecursionError) as error:
-        reason = words(error)
-        what = phrase("The {kind} file {value} is not readable JSON: {reason}", kind=kind, value=value, reason=reason)
-        raise UserError(what, where=f"`{argument}`") from None
-    if not isinstance(loaded, dict):
+        why = words(error)
+        what = phrase("The {kind} file {value} is not readable JSON: {why}", kind=kind, value=value, why=why)
+    else:
+        if isinstance(loaded, dict):
+            return loaded
         what = phrase("The {kind} file {value} holds no JSON object", kind=kind, value=value)
-        raise UserError(what, where=f"`{argument}`")
-    return loaded
+    raise UserError(what, where=f"`{argument}`")
 
 
 def _together(problems: list[UserError], origin: str) -> UserError:

@@ -57,18 +57,11 @@ STYLE = """<style>
 </style>"""
 
 
-def panel(result: Result, lang: str | None, *, measured: str = "") -> str:
-    """The panel of a run.
-
-    Args:
-        result: What was found out about the run.
-        lang: The board's language.
-        measured: A sentence about the last training, or an empty string.
-    """
+def panel(result: Result, lang: str | None) -> str:
+    """The panel of a run, in the board's language."""
     lines = [_verdict(result, lang)]
     if result.estimate is not None:
         lines += _bar(result, lang)
-    lines += [f"<p>{escape(measured)}</p>"] if measured else []
     if result.verdict.word == "will_not_fit" and result.device is not None and not result.remedies:
         lines.append(f"<p>{escape(say('no_remedy', lang))}</p>")
     lines += [f"<p>{escape(told(finding, lang))}</p>" for finding in result.findings]

@@ -42,7 +42,7 @@ class ParameterUnits(Units):
         self.last_gathered = self._copy_out(unit)
 
     def after_forward(self, unit: Unit) -> None:
-        """reshard."""
+        """Reshard."""
         if self.plan.reshards:
             unit.whole = None
 
