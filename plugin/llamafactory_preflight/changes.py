@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight.model_shape import FAMILIES
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
@@ -97,8 +98,11 @@ def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[C
     for file in shards:
         zero = file.get("zero_optimization", {})
         if zero.get("stage") == 2 or third:
-            offloads = ", and main memory" if "offload_optimizer" in zero else ""
-            yield Change(set={"deepspeed": file}, costs=costs[zero.get("stage")] + offloads)
+            cost = costs[zero.get("stage")]
+            offloads = "offload_optimizer" in zero
+            yield Change(
+                set={"deepspeed": file}, costs=phrase("{cost}, and main memory", cost=cost) if offloads else cost
+            )
 
 
 def _smaller_divisors(number: int) -> list[int]:

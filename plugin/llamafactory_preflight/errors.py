@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from llamafactory_preflight.phrases import Phrase, joined, phrase
+
 
 class UserError(ValueError):
     """A mistake in the user's input, told in one message.
@@ -10,13 +14,26 @@ class UserError(ValueError):
         what: The fault, as a full sentence without a final period.
         where: File, key and value it was found at, or an empty string.
         next_step: What to do about it, or an empty string.
+        parts: The mistakes that `what` announces; `where` and `next_step` are theirs then.
+
+    Attributes:
+        text: All of it in one message.
     """
 
-    def __init__(self, what: str, *, where: str = "", next_step: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", next_step: str = "", parts: Sequence[UserError] = ()) -> None:
         self.what, self.where, self.next_step = what, where, next_step
-        place = f" ({where})" if where else ""
-        step = f" {next_step}." if next_step else ""
-        super().__init__(f"{what}{place}.{step}")
+        self.text = _listed(what, parts) if parts else _sentences(what, where, next_step)
+        super().__init__(self.text)
+
+
+def _sentences(what: str, where: str, next_step: str) -> Phrase:
+    fault = phrase("{sentence}.", sentence=phrase("{what} ({where})", what=what, where=where) if where else what)
+    return joined(" ", (fault, phrase("{sentence}.", sentence=next_step))) if next_step else fault
+
+
+def _listed(what: str, parts: Sequence[UserError]) -> Phrase:
+    lines = joined("", (phrase("\n  - {part}", part=part.text) for part in parts))
+    return phrase("{what}:{lines}", what=what, lines=lines)
 
 
 def words(error: Exception) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 
 
 SWITCH = "ACCELERATE_USE_FSDP"
@@ -111,7 +112,7 @@ def _of_launcher(env: Mapping[str, str]) -> FsdpPlan:
     reshards = _true(env.get("FSDP_RESHARD_AFTER_FORWARD", "true")) if version == 2 else strategy != "SHARD_GRAD_OP"
     policy = env.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP").upper()
     if policy not in POLICIES:
-        raise UserError(f"`fsdp_auto_wrap_policy` is {policy!r}, not one of {', '.join(POLICIES)}")
+        raise _none_of("fsdp_auto_wrap_policy", policy, POLICIES)
     prefetch = env.get("FSDP_BACKWARD_PREFETCH", "NO_PREFETCH").upper()
     other = {
         f"fsdp_sharding_strategy: {strategy}": version == 1 and strategy not in STRATEGIES[:2],
@@ -168,7 +169,7 @@ def _other_arguments(options: list[str], settings: Mapping[str, Any], version: i
 
 def _version(value: Any) -> int:
     if str(value) not in ("1", "2"):
-        raise UserError(f"`fsdp_version` is {value!r}, not 1 or 2")
+        raise UserError(phrase("`fsdp_version` is {value}, not 1 or 2", value=repr(value)))
     return int(value)
 
 
@@ -176,8 +177,13 @@ def _strategy(value: str) -> str:
     """A strategy by its name or its number, as accelerate takes both."""
     name = STRATEGIES[int(value) - 1] if value.isdigit() and 0 < int(value) <= len(STRATEGIES) else value.upper()
     if name not in STRATEGIES:
-        raise UserError(f"`fsdp_sharding_strategy` is {value!r}, not one of {', '.join(STRATEGIES)}")
+        raise _none_of("fsdp_sharding_strategy", value, STRATEGIES)
     return name
+
+
+def _none_of(name: str, value: str, choices: Sequence[str]) -> UserError:
+    listed = ", ".join(choices)
+    return UserError(phrase("`{name}` is {value}, not one of {choices}", name=name, value=repr(value), choices=listed))
 
 
 def _word(value: Any) -> str:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 
 from llamafactory_preflight.errors import Unmodelled, UserError, words
 from llamafactory_preflight.hub_request import get_json
+from llamafactory_preflight.phrases import phrase
 
 
 LONGEST_NAME = 200  # the hub allows 96 characters for each of its two parts
@@ -56,11 +57,13 @@ def find(
         return ModelSource(config=_local(folder), place=str(folder), download_bytes=0, cache_dir=folder)
     if os.path.exists(folder):
         raise UserError(
-            f"{name} is a file", where="`model_name_or_path`", next_step="Name the folder, or a model of the hub"
+            phrase("{name} is a file", name=name),
+            where="`model_name_or_path`",
+            next_step="Name the folder, or a model of the hub",
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or len(name) > LONGEST_NAME:
         raise UserError(
-            f"The model folder {name} does not exist",
+            phrase("The model folder {name} does not exist", name=name),
             where="`model_name_or_path`",
             next_step="Write it from the root on, as ~ is not expanded" if name.startswith("~") else "Check the path",
         )
@@ -78,10 +81,14 @@ def find(
             cache_dir=cache,
         )
     if not asks:
-        raise Unmodelled(f"{name} is not in the local cache")
+        raise Unmodelled(phrase("{name} is not in the local cache", name=name))
     offline = next((variable for variable in OFFLINE if _enabled(env, variable)), None)
     if offline and not modelscope:
-        raise Unmodelled(f"{name} is not in the local cache, and {offline} forbids to ask the hub")
+        raise Unmodelled(
+            phrase(
+                "{name} is not in the local cache, and {variable} forbids to ask the hub", name=name, variable=offline
+            )
+        )
     return (
         _from_modelscope(name, revision, cache, env) if modelscope else _from_huggingface(name, revision, cache, env)
     )
@@ -95,14 +102,15 @@ def _local(folder: Path) -> dict[str, Any]:
         hint = "It holds an adapter: set `adapter_name_or_path` to it and `model_name_or_path` to its base model"
         is_adapter = (folder / "adapter_config.json").is_file()
         raise UserError(
-            f"The model folder {folder} has no config.json",
+            phrase("The model folder {folder} has no config.json", folder=folder),
             where="`model_name_or_path`",
             next_step=hint if is_adapter else "Point to the folder that holds config.json and the weights",
         ) from None
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file} is not readable JSON: {words(error)}", where="`model_name_or_path`") from None
+        what = phrase("{file} is not readable JSON: {reason}", file=file, reason=words(error))
+        raise UserError(what, where="`model_name_or_path`") from None
     if not isinstance(loaded, dict):
-        raise UserError(f"{file} holds no JSON object", where="`model_name_or_path`")
+        raise UserError(phrase("{file} holds no JSON object", file=file), where="`model_name_or_path`")
     return loaded
 
 
@@ -163,7 +171,7 @@ def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, s
         f"{endpoint}/{quote(name)}/resolve/{quote(revision, safe='')}/config.json", name=name, token=token
     )
     if not isinstance(config, dict):
-        raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
+        raise UserError(phrase("config.json of {name} holds no JSON object", name=name), where=endpoint)
     try:
         tree = get_json(f"{endpoint}/api/models/{quote(name)}/tree/{quote(revision, safe='')}", name=name, token=token)
         size = _weights([(str(item["path"]), int(item["size"])) for item in tree])
@@ -179,7 +187,7 @@ def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, st
     files = f"{endpoint}/api/v1/models/{quote(name)}/repo"
     config = get_json(f"{files}?Revision={wanted}&FilePath=config.json", name=name)
     if not isinstance(config, dict):
-        raise UserError(f"config.json of {name} holds no JSON object", where=endpoint)
+        raise UserError(phrase("config.json of {name} holds no JSON object", name=name), where=endpoint)
     try:
         listing = get_json(f"{files}/files?Revision={wanted}", name=name)
         size = _weights([(str(item["Path"]), int(item["Size"])) for item in listing["Data"]["Files"]])

@@ -10,6 +10,7 @@ import urllib.request
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled, UserError, words
+from llamafactory_preflight.phrases import phrase
 
 
 TIMEOUT_SECONDS = 3.0
@@ -34,7 +35,10 @@ def get_json(url: str, *, name: str, token: str | None = None) -> Any:
     thread.start()
     thread.join(TIMEOUT_SECONDS)
     if not answers:
-        raise Unmodelled(f"The hub cannot be reached to read {name} within {TIMEOUT_SECONDS:.0f} seconds")
+        seconds = f"{TIMEOUT_SECONDS:.0f}"
+        raise Unmodelled(
+            phrase("The hub cannot be reached to read {name} within {seconds} seconds", name=name, seconds=seconds)
+        )
     if isinstance(answers[0], Exception):
         raise answers[0]
     return answers[0]
@@ -51,16 +55,18 @@ def _fetch(url: str, name: str, token: str | None) -> Any:
         error.close()
         if error.code in (401, 403):
             raise UserError(
-                f"{name} does not exist on the hub or needs permission",
+                phrase("{name} does not exist on the hub or needs permission", name=name),
                 where=url,
                 next_step="Check the name, or set HF_TOKEN",
             ) from None
         if error.code == 404:
             raise UserError(
-                f"The hub has no {name} with a config.json", where=url, next_step="Check the name"
+                phrase("The hub has no {name} with a config.json", name=name), where=url, next_step="Check the name"
             ) from None
-        raise Unmodelled(f"The hub answered with error {error.code} for {name}") from None
+        raise Unmodelled(phrase("The hub answered with error {code} for {name}", code=error.code, name=name)) from None
     except (OSError, ValueError, RecursionError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", error)
         reason = words(reason) if isinstance(reason, Exception) else reason
-        raise Unmodelled(f"The hub cannot be reached to read config.json of {name} ({reason})") from None
+        raise Unmodelled(
+            phrase("The hub cannot be reached to read config.json of {name} ({reason})", name=name, reason=reason)
+        ) from None

@@ -5,8 +5,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.vision_shape import MARKS, TowerShape, VisionShape
+
+
+AS_ALLOWED = "Images are taken to be as large as `image_max_pixels: {limit}` allows ({tokens} tokens each), {many}."
+AS_FITS = "Images are taken to be as large as fits into {limit} tokens ({tokens} tokens each), {many}."
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +62,11 @@ class Source:
         return Images(
             patches=tuple((share + (index < rest)) * self.tower.merged for index in range(number)),
             exact=True,
-            reason=f"A sample has up to {counted.images} images, which are up to {counted.tokens} tokens.",
+            reason=phrase(
+                "A sample has up to {images} images, which are up to {tokens} tokens.",
+                images=counted.images,
+                tokens=counted.tokens,
+            ),
         )
 
     def _largest(self, run: RunDescription, length: int) -> Images:
@@ -68,16 +77,17 @@ class Source:
         rounds its sides to whole tokens (data/mm_plugin.py, transformers' smart_resize).
         """
         side = max(1, round(math.sqrt(run.image_max_pixels) / (self.tower.patch_size * self.tower.merge_size)))
-        tokens, limit = side * side, f"`image_max_pixels: {run.image_max_pixels}` allows"
+        tokens, limit, sentence = side * side, run.image_max_pixels, AS_ALLOWED
         number = max(1, length // (tokens + MARKS)) if self.count is None else self.count
         fitting = max(1, length // number - MARKS)
         if tokens > fitting:
-            tokens, limit = fitting, f"fits into {length} tokens"
-        many = "as many as fit" if self.count is None else f"{number} in a sample, the most in the data set"
+            tokens, limit, sentence = fitting, length, AS_FITS
+        known = phrase("and {number} in a sample, the most in the data set", number=number)
+        many = "and as many as fit" if self.count is None else known
         return Images(
             patches=(tokens * self.tower.merged,) * number,
             exact=False,
-            reason=f"Images are taken to be as large as {limit} ({tokens} tokens each), and {many}.",
+            reason=phrase(sentence, limit=limit, tokens=tokens, many=many),
         )
 
 

@@ -9,6 +9,7 @@ from llamafactory_preflight import allocator, changes, memory, paths
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.settings import Settings, is_enabled
 from llamafactory_preflight.software import Software
 
@@ -29,7 +30,7 @@ def refuse_other_code(env: Mapping[str, str]) -> None:
     """
     for variable, code in OTHER_CODE.items():
         if is_enabled(env, variable):
-            raise Unmodelled(f"{code} ({variable}) has no formula yet")
+            raise Unmodelled(phrase("{code} ({variable}) has no formula yet", code=code, variable=variable))
 
 
 def taking_part(planned: Device | None, *, device: int | None = None, gpus: int | None = None) -> tuple[Device, ...]:

@@ -12,6 +12,7 @@ from llamafactory_preflight import paths
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Counted, Source
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 
 
@@ -83,10 +84,12 @@ def source(
     if found is None or not (found.others or found.num_images != 0):
         return None
     if found.others:
-        raise Unmodelled(f"What the videos or the sound of {', '.join(found.others)} take has no formula yet")
+        others = ", ".join(found.others)
+        raise Unmodelled(phrase("What the videos or the sound of {names} take has no formula yet", names=others))
     vision = ModelShape.from_config(config).vision if config.get("model_type") in FAMILIES else None
     if vision is None or vision.tower is None:
-        raise Unmodelled(f"What the images of {', '.join(found.names)} take has no formula yet")
+        names = ", ".join(found.names)
+        raise Unmodelled(phrase("What the images of {names} take has no formula yet", names=names))
     token = config.get("image_token_id")
     counted = count(token) if count is not None and isinstance(token, int) else None
     return Source(tower=vision.tower, count=found.num_images, counted=counted)

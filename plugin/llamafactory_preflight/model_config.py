@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import joined, phrase
 
 
 SIZES = (
@@ -30,13 +31,17 @@ def check(config: Mapping[str, Any], *, place: str, moe: bool) -> None:
     """
     problems = list(_problems(config, moe=moe))
     if problems:
-        raise UserError(f"In config.json {'; '.join(problems)}", where=place, next_step="Download the file again")
+        raise UserError(
+            phrase("In config.json {problems}", problems=joined("; ", problems)),
+            where=place,
+            next_step="Download the file again",
+        )
 
 
 def _problems(config: Mapping[str, Any], *, moe: bool) -> Iterator[str]:
     for name in SECTIONS:
         if not isinstance(config.get(name) or {}, Mapping):
-            yield f"`{name}` is no object"
+            yield phrase("`{name}` is no object", name=name)
             return
     sizes = {**config, **(config.get("text_config") or {})}
     faulty = False
@@ -45,7 +50,9 @@ def _problems(config: Mapping[str, Any], *, moe: bool) -> Iterator[str]:
         whole = isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST
         if not whole and (value is not None or (moe and name in EXPERTS)):
             faulty = True
-            yield f"`{name}` is {value!r}, not a size"
+            yield phrase("`{name}` is {value}, not a size", name=name, value=repr(value))
     heads, shared = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if not faulty and heads and shared and heads % shared:
-        yield f"{heads} `num_attention_heads` cannot share {shared} `num_key_value_heads`"
+        yield phrase(
+            "{heads} `num_attention_heads` cannot share {shared} `num_key_value_heads`", heads=heads, shared=shared
+        )

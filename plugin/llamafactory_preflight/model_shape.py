@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.vision_shape import VISION_SHAPES, VisionShape
 
@@ -131,12 +132,18 @@ class ModelShape:
         model_type = str(config.get("model_type", ""))
         family = FAMILIES.get(model_type)
         if family is None:
-            raise Unmodelled(f"Model type `{model_type or 'none given'}` is not one this version has a formula for")
+            kind = model_type or "none given"
+            raise Unmodelled(
+                phrase("Model type `{model_type}` is not one this version has a formula for", model_type=kind)
+            )
         outer = config
         config = {**_DEFAULTS.get(model_type, {}), **outer, **outer.get("text_config", {})}
         missing = [name for name in _REQUIRED if not isinstance(config.get(name), int)]
         if missing:
-            raise Unmodelled(f"config.json of the {model_type} model has no {', '.join(missing)}")
+            names = ", ".join(missing)
+            raise Unmodelled(
+                phrase("config.json of the {model_type} model has no {names}", model_type=model_type, names=names)
+            )
         heads = config["num_attention_heads"]
         quantization = outer.get("quantization_config") or {}
         vision = VISION_SHAPES.get(model_type)

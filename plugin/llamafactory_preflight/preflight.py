@@ -31,6 +31,7 @@ from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
 from llamafactory_preflight.images import Counted, Images, Source
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
@@ -184,7 +185,7 @@ def examine(
         answer = judge_with_host(estimate, decisive, host_budget_bytes)
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
-        answer = verdict.unknown(f"{error.reason}.")
+        answer = verdict.unknown(phrase("{sentence}.", sentence=error.reason))
     if checkpoint is not None:
         writes += disk.checkpoints(run, checkpoint)
     result = Result(
@@ -221,7 +222,9 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
     try:
         return ModelShape.from_config(config)
     except Unmodelled as error:
-        raise Unmodelled(f"{error.reason}. `llamafactory-cli preflight --exact` may know it") from None
+        raise Unmodelled(
+            phrase("{reason}. `llamafactory-cli preflight --exact` may know it", reason=error.reason)
+        ) from None
 
 
 def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> tuple[remedies.Remedy, ...]:
@@ -274,7 +277,7 @@ def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_
             return verdict.unknown("This system does not tell how much main memory is available.")
         return verdict.judge_host(estimate.host_bytes, budget_bytes=host_budget_bytes)
     if decisive.free_bytes is None:
-        return verdict.unknown(f"The memory of {decisive.name} is not known; name it with --gpu.")
+        return verdict.unknown(phrase("The memory of {name} is not known; name it with --gpu.", name=decisive.name))
     if decisive.kind != "cuda":
         estimate = verdict.widened(estimate)
     return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)

@@ -14,6 +14,7 @@ from typing import Any
 from llamafactory_preflight.changes import Change, DeepSpeedFile, changes
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.phrases import joined
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
@@ -114,7 +115,7 @@ class _Search:
                 self._known[key] = None
         estimate = self._known[key]
         paid = [change for change in taken if not change.free]
-        costs = "; ".join(change.costs for change in paid or taken)
+        costs = joined("; ", (change.costs for change in paid or taken))
         return None if estimate is None else Remedy(set=printed, costs=costs, estimate=estimate)
 
     def fitting(self, taken: Sequence[Change]) -> Remedy | None:

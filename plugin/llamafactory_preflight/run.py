@@ -16,6 +16,7 @@ from typing import Any
 from llamafactory_preflight import fsdp, judged, schema
 from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.fsdp import FsdpPlan
+from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.software import Software
 
 
@@ -170,8 +171,7 @@ class RunDescription:
 POSITIVE = frozenset(
     {
         "cutoff_len", "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps",
-        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers",
-        "image_max_pixels",
+        "lora_rank", "galore_rank", "apollo_rank", "max_new_tokens", "preprocessing_num_workers", "image_max_pixels",
     }
 )  # fmt: skip
 OTHER_FILES = {
@@ -258,18 +258,19 @@ def _converted(name: str, annotation: str, value: Any) -> Any:
     if value is None:
         if "None" in annotation:
             return None
-        raise UserError(f"`{name}` is empty")
+        raise UserError(phrase("`{name}` is empty", name=name))
     kind = {"bool": bool, "int": int, "float": float}[annotation.removesuffix(" | None")]
     if kind is bool and not isinstance(value, bool):
-        raise UserError(f"`{name}` is {value!r}, not true or false")
+        raise UserError(phrase("`{name}` is {value}, not true or false", name=name, value=repr(value)))
     try:
         number = kind(value)
     except (OverflowError, TypeError, ValueError):
-        raise UserError(f"`{name}` is {value!r}, not a number") from None
+        raise UserError(phrase("`{name}` is {value}, not a number", name=name, value=repr(value))) from None
     if name in POSITIVE and number < 1:
-        raise UserError(f"`{name}` is {value!r}", next_step="Give 1 or more")
+        raise UserError(phrase("`{name}` is {value}", name=name, value=repr(value)), next_step="Give 1 or more")
     if kind is int and abs(number) > LARGEST:
-        raise UserError(f"`{name}` is {value!r}, which is more than anything can hold")
+        what = phrase("`{name}` is {value}, which is more than anything can hold", name=name, value=repr(value))
+        raise UserError(what)
     return number
 
 
@@ -281,19 +282,21 @@ def _json(value: Any, argument: str, kind: str) -> dict[str, Any] | None:
         text = str(value) if str(value).startswith("{") else Path(str(value)).read_text(encoding="utf-8")
         loaded = json.loads(text)
     except FileNotFoundError:
-        raise UserError(f"The {kind} file {value} does not exist", where=f"`{argument}`") from None
+        what = phrase("The {kind} file {value} does not exist", kind=kind, value=value)
     except (OSError, ValueError, RecursionError) as error:
-        reason = words(error)
-        raise UserError(f"The {kind} file {value} is not readable JSON: {reason}", where=f"`{argument}`") from None
-    if not isinstance(loaded, dict):
-        raise UserError(f"The {kind} file {value} holds no JSON object", where=f"`{argument}`")
-    return loaded
+        why = words(error)
+        what = phrase("The {kind} file {value} is not readable JSON: {why}", kind=kind, value=value, why=why)
+    else:
+        if isinstance(loaded, dict):
+            return loaded
+        what = phrase("The {kind} file {value} holds no JSON object", kind=kind, value=value)
+    raise UserError(what, where=f"`{argument}`")
 
 
 def _together(problems: list[UserError], origin: str) -> UserError:
     if len(problems) == 1:
         (problem,) = problems
-        where = ", ".join(part for part in (origin, problem.where) if part)
+        where = joined(", ", (part for part in (origin, problem.where) if part))
         return UserError(problem.what, where=where, next_step=problem.next_step)
-    lines = "".join(f"\n  - {problem}" for problem in problems)
-    return UserError(f"{len(problems)} arguments in {origin} need attention:{lines}".removesuffix("."))
+    what = phrase("{num} arguments in {origin} need attention", num=len(problems), origin=origin)
+    return UserError(what, parts=problems)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import joined, phrase
 
 
 ROOT_CLASSES = ("ModelArguments", "DataArguments", "TrainingArguments", "FinetuningArguments", "GeneratingArguments")
@@ -50,14 +51,18 @@ class Argument:
         if self.choices and not isinstance(value, (list, dict)):
             if value in self.choices or self.kinds & {"other", "str"}:
                 return None
-            return f"is {value!r}, which is none of {', '.join(map(str, self.choices))}"
+            choices = ", ".join(map(str, self.choices))
+            return phrase("is {value}, which is none of {choices}", value=repr(value), choices=choices)
         if isinstance(value, bool) and "other" in self.kinds and "bool" not in self.kinds and "str" in self.kinds:
             # YAML reads an unquoted `no` as false, which transformers' enumerations refuse.
-            return f"is {str(value).lower()}, not text; an unquoted yes or no is a truth value in YAML, so quote it"
+            return phrase(
+                "is {value}, not text; an unquoted yes or no is a truth value in YAML, so quote it",
+                value=str(value).lower(),
+            )
         if "other" in self.kinds or _fits(value, self.kinds):
             return None
-        wanted = " or ".join(words for kind, words in KIND_WORDS.items() if kind in self.kinds)
-        return f"is {value!r}, not {wanted}"
+        wanted = joined(" or ", (words for kind, words in KIND_WORDS.items() if kind in self.kinds))
+        return phrase("is {value}, not {wanted}", value=repr(value), wanted=wanted)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,14 +77,23 @@ class Schema:
             argument = self.arguments.get(key)
             if argument is None:
                 if not allow_extra:
-                    yield key, UserError(f"`{key}` is not an argument of LLaMA-Factory", next_step=self.suggest(key))
+                    yield (
+                        key,
+                        UserError(
+                            phrase("`{key}` is not an argument of LLaMA-Factory", key=key), next_step=self.suggest(key)
+                        ),
+                    )
             elif fault := argument.fault(value):
-                yield key, UserError(f"`{key}` {fault}")
+                yield key, UserError(phrase("`{name}` {fault}", name=key, fault=fault))
 
     def suggest(self, key: str) -> str:
         """A next step for an unknown key: the nearest known ones, or how to pass it anyway."""
         near = difflib.get_close_matches(key, self.arguments, n=1, cutoff=0.75)
-        return f"Write `{near[0]}` if you meant that" if near else "Remove it, or set ALLOW_EXTRA_ARGS=1"
+        return (
+            phrase("Write `{name}` if you meant that", name=near[0])
+            if near
+            else "Remove it, or set ALLOW_EXTRA_ARGS=1"
+        )
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 
 
 PREFLIGHT_VARIABLE = "LLAMAFACTORY_PREFLIGHT"
@@ -99,7 +100,10 @@ def is_enabled(environ: Mapping[str, str], variable: str) -> bool:
 
 def _step(text: str) -> int | None:
     if text and (not text.isdecimal() or int(text) < 1):
-        raise UserError(f"{SNAPSHOT_VARIABLE}={text} is not the number of a step", next_step="Set it to 1 or more")
+        raise UserError(
+            phrase("{variable}={text} is not the number of a step", variable=SNAPSHOT_VARIABLE, text=text),
+            next_step="Set it to 1 or more",
+        )
     return int(text) if text else None
 
 
@@ -107,7 +111,7 @@ def _choice(env: Mapping[str, str], variable: str, choices: tuple[str, ...]) -> 
     value = env.get(variable, "").strip().lower() or choices[0]
     if value not in choices:
         raise UserError(
-            f"{variable}={env[variable]} is not a mode",
-            next_step=f"Set it to one of {', '.join(choices)}, or unset it",
+            phrase("{variable}={value} is not a mode", variable=variable, value=env[variable]),
+            next_step=phrase("Set it to one of {choices}, or unset it", choices=", ".join(choices)),
         )
     return value

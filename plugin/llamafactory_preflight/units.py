@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 
 
 GIB = 1024**3
@@ -30,13 +31,23 @@ def parse_memory(text: str, *, where: str = "") -> int:
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if match is None or match.group(2).lower() not in {"", *SCALES}:
-        raise UserError(f"{text!r} is not an amount of memory", where=where, next_step="Write it like 24GiB")
+        raise UserError(
+            phrase("{value} is not an amount of memory", value=repr(text)),
+            where=where,
+            next_step="Write it like 24GiB",
+        )
     number, unit = match.groups()
     if not unit:
-        raise UserError(f"{text!r} has no unit", where=where, next_step=f"Write {number}GiB")
+        raise UserError(
+            phrase("{value} has no unit", value=repr(text)),
+            where=where,
+            next_step=phrase("Write {number}GiB", number=number),
+        )
     size = int(float(number) * SCALES[unit.lower()])
     if size <= 0:
-        raise UserError(f"{text!r} is no memory at all", where=where, next_step="Write it like 24GiB")
+        raise UserError(
+            phrase("{value} is no memory at all", value=repr(text)), where=where, next_step="Write it like 24GiB"
+        )
     return size
 
 

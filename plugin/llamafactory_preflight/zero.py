@@ -8,6 +8,7 @@ from math import inf
 from typing import Any, Literal
 
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import joined, phrase
 
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -94,7 +95,7 @@ class ZeroPlan:
             if value == "auto":
                 return auto
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
-                problems.append(f"`{key}` is {value!r}, not a count")
+                problems.append(phrase("`{key}` is {value}, not a count", key=key, value=repr(value)))
                 return default
             return int(value)
 
@@ -102,13 +103,15 @@ class ZeroPlan:
             value = section.get(key) or {}
             device = value.get("device", "none") if isinstance(value, Mapping) else value
             if device not in ("none", "cpu", "nvme"):  # a tuple: what stands there may not be hashable
-                problems.append(f"`{key}.device` is {device!r}, not none, cpu or nvme")
+                problems.append(
+                    phrase("`{key}.device` is {value}, not none, cpu or nvme", key=key, value=repr(device))
+                )
                 device = "none"
             return device, isinstance(value, Mapping) and value.get("pin_memory") is True
 
         stage = section.get("stage", 0)
         if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-            problems.append(f"`stage` is {stage!r}, not 0, 1, 2 or 3")
+            problems.append(phrase("`stage` is {value}, not 0, 1, 2 or 3", value=repr(stage)))
             stage = 0
         optimizer, optimizer_pinned = offload("offload_optimizer")
         param, param_pinned = offload("offload_param")
@@ -140,7 +143,8 @@ class ZeroPlan:
             unmodelled=tuple(_unmodelled(config, section)),
         )
         if problems:
-            raise UserError(f"In the DeepSpeed JSON {'; '.join(problems)}", where="`zero_optimization`")
+            what = phrase("In the DeepSpeed JSON {problems}", problems=joined("; ", problems))
+            raise UserError(what, where="`zero_optimization`")
         return plan
 
 

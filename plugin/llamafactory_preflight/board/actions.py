@@ -62,7 +62,7 @@ class Actions:
         try:
             placement = place.preset(self.board, arguments, values)
         except UserError as error:
-            return self._told(panel.message("faulty", self._lang(data), str(error)))
+            return self._told(panel.message("faulty", self._lang(data), error.text))
         updates = self._applied(placement, values, current, self._lang(data))
         current.written = frozenset(arguments)
         if menu.card(data[self.ours["card"]]):
@@ -79,7 +79,7 @@ class Actions:
         try:
             placement = place.change(self.board, current.remedies[number], values)
         except UserError as error:
-            return self._told(panel.message("faulty", self._lang(data), str(error)))
+            return self._told(panel.message("faulty", self._lang(data), error.text))
         return self._applied(placement, values, current, self._lang(data))
 
     def use_template(self, data: Data, request: gr.Request) -> Updates:
@@ -115,7 +115,7 @@ class Actions:
         try:
             shown, buttons = self._looked(values, data, current)
         except UserError as error:
-            shown = panel.message("faulty", lang, str(error))
+            shown = panel.message("faulty", lang, error.text)
         except Exception as error:
             handoff.warn_once(f"the memory panel has a fault ({type(error).__name__}: {error})")
             shown = panel.message("fault", lang)
@@ -150,7 +150,7 @@ class Actions:
             arguments = adapter.as_sent(self.board.parse(self._values(data)))
             return gr.update(value=template_check.sample(arguments, lang))
         except UserError as error:
-            return gr.update(value=panel.message("faulty", lang, str(error)))
+            return gr.update(value=panel.message("faulty", lang, error.text))
 
     def measured(self, data: Data) -> Any:
         """The output box changed: what a training that has ended took, beside what was predicted."""

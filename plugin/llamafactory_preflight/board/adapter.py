@@ -14,6 +14,7 @@ from llamafactory_preflight.board import fields, place
 from llamafactory_preflight.board.fields import Element
 from llamafactory_preflight.board.place import Board, Values
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 
 
 # Elements of the tab that say something or that belong to the page, and describe no training.
@@ -62,7 +63,7 @@ def parse(engine: Any, elements: Elements, values: Values) -> dict[str, Any]:
     try:
         arguments = engine.runner._parse_train_args({element: known[name] for name, element in elements.items()})
     except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(f"A field cannot be read: {error}") from None
+        raise UserError(phrase("A field cannot be read: {error}", error=error)) from None
     if os.sep in output_dir:
         arguments["output_dir"] = output_dir
     return dict(arguments)

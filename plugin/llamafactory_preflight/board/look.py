@@ -12,6 +12,7 @@ from llamafactory_preflight import host, machine, preflight
 from llamafactory_preflight.board.lookup import Lookup, StillAsking
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.hub import ModelSource
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 
@@ -60,7 +61,7 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None)
         arguments,
         origin="the fields",
         beside=None,
-        devices=machine.taking_part(planned, gpus=_count(num_cards)),
+        devices=machine.taking_part(planned, gpus=_count(num_cards, planned is not None)),
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         environ=environ,
@@ -69,13 +70,18 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None)
     return Look(result=result, asking=asking)
 
 
-def _count(given: Any) -> int | None:
+def _count(given: Any, planned: bool) -> int | None:
     if given in (None, "", 0):
         return None
     try:
         number = float(given)
     except (TypeError, ValueError):
         number = 0.5
-    if number != int(number):
-        raise UserError(f"{given!r} is not a number of GPUs", next_step=f"Give 1 to {machine.MOST_GPUS}")
+    if number != int(number) or not 1 <= number <= machine.MOST_GPUS:
+        what = phrase("{value} is not a number of GPUs", value=given)
+        raise UserError(what, next_step=phrase("Give 1 to {most}", most=machine.MOST_GPUS))
+    here = len(cards.visible())
+    if not planned and 0 < here < number:
+        what = phrase("Only {num} GPUs are found here", num=here)
+        raise UserError(what, next_step="Choose a card to plan for more")
     return int(number)

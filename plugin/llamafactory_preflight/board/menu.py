@@ -62,7 +62,7 @@ def _described(preset: Preset) -> str:
     model = str(arguments.get("model_name_or_path", "")).rpartition("/")[2]
     method = {"lora": "LoRA", "qlora": "QLoRA"}.get(preset.method, preset.method)
     stage = str(arguments.get("stage", "sft"))
-    tokens = f"{arguments.get('cutoff_len', 2048)} tokens"
+    tokens = f"cutoff_len {arguments.get('cutoff_len', 2048)}"
     parts = [model, method, *([stage.upper()] if stage != "sft" else []), tokens]
     if arguments.get("deepspeed"):
         parts.append(str(arguments["deepspeed"]).rpartition("/")[2].removesuffix(".json"))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 
 from llamafactory_preflight import report, verdict
-from llamafactory_preflight.board.words import costs, say
+from llamafactory_preflight.board.words import said, say
 from llamafactory_preflight.remedies import Remedy
-from llamafactory_preflight.result import Result
+from llamafactory_preflight.result import Finding, Result
 
 
 MARKS = {"fits": "✓", "tight": "!", "will_not_fit": "✕", "unknown": "?"}
@@ -21,13 +22,15 @@ STYLE = """<style>
 .preflight p { margin: 0 0 6px; }
 .preflight .verdict { border-left: 6px solid var(--tone); padding: 2px 10px; }
 .preflight .verdict b { color: var(--tone); }
+.preflight .cause { white-space: pre-line; }
 .preflight .mark { display: inline-block; width: 1.4em; text-align: center; border-radius: 4px; color: #fff;
   background: var(--tone); font-weight: bold; margin-right: 6px; }
 .preflight .fits { --tone: #1a7f37; } .preflight .tight { --tone: #9a6700; }
 .preflight .will_not_fit { --tone: #cf222e; } .preflight .unknown { --tone: #57606a; }
 .dark .preflight .fits { --tone: #3fb950; } .dark .preflight .tight { --tone: #d29922; }
 .dark .preflight .will_not_fit { --tone: #ff7b72; } .dark .preflight .unknown { --tone: #9198a1; }
-.dark .preflight .mark { color: #000; }
+.dark .preflight .cause { white-space: pre-line; }
+.preflight .mark { color: #000; }
 .preflight .bar { position: relative; display: flex; height: 26px; margin: 8px 0; border-radius: 4px; overflow: hidden;
   background: repeating-linear-gradient(45deg, transparent 0 5px, rgba(128, 128, 128, .25) 5px 7px);
   outline: 1px solid rgba(128, 128, 128, .5); }
@@ -54,26 +57,22 @@ STYLE = """<style>
 </style>"""
 
 
-def panel(result: Result, lang: str | None, *, measured: str = "") -> str:
-    """The panel of a run.
-
-    Args:
-        result: What was found out about the run.
-        lang: The board's language.
-        measured: A sentence about the last training, or an empty string.
-    """
+def panel(result: Result, lang: str | None) -> str:
+    """The panel of a run, in the board's language."""
     lines = [_verdict(result, lang)]
     if result.estimate is not None:
         lines += _bar(result, lang)
-    lines += [f"<p>{escape(measured)}</p>"] if measured else []
-    lines += [f'<p lang="en">{escape(note)}</p>' for note in _notes(result)]
+    if result.verdict.word == "will_not_fit" and result.device is not None and not result.remedies:
+        lines.append(f"<p>{escape(say('no_remedy', lang))}</p>")
+    lines += [f"<p>{escape(told(finding, lang))}</p>" for finding in result.findings]
     return page("".join(lines))
 
 
 def message(key: str, lang: str | None, detail: str = "") -> str:
-    """The panel where there is nothing to show but a sentence."""
-    english = f' <span lang="en">{escape(detail)}</span>' if detail else ""
-    return page(f'<p class="verdict unknown"><span class="mark">?</span>{escape(say(key, lang))}{english}</p>')
+    """The panel where there is nothing to show but a sentence, and what led to it."""
+    cause = f' <span class="cause">{escape(said(detail, lang))}</span>' if detail else ""
+    mark = '<span class="mark" aria-hidden="true">?</span>'
+    return page(f'<p class="verdict unknown">{mark}{escape(say(key, lang))}{cause}</p>')
 
 
 def page(content: str) -> str:
@@ -85,13 +84,13 @@ def sentence(result: Result, lang: str | None) -> str:
     """The verdict without its word, in plain text."""
     estimate, device = result.estimate, result.device
     if estimate is None or result.verdict.word == "unknown":
-        return " ".join(result.verdict.reasons)
+        return _reasons(result, lang)
     if device is None:
         need, free = report.size(estimate.host_bytes), report.size(result.host_budget_bytes)
         return say("needs_host", lang, need=need, free=free)
     context = device.context_bytes
     low, high = verdict.need_bounds(estimate, context_bytes=context)
-    return say(
+    figures = say(
         "needs",
         lang,
         need=report.size(verdict.needed_bytes(estimate, context_bytes=context)),
@@ -100,12 +99,19 @@ def sentence(result: Result, lang: str | None) -> str:
         free=report.size(device.free_bytes),
         place=_place(result, lang),
     )
+    return f"{figures} {_reasons(result, lang)}" if result.verdict.word == "tight" else figures
 
 
 def remedy(change: Remedy, lang: str | None) -> str:
     """The text of a button that applies a remedy."""
     size = report.size(max(change.estimate.phases.values()))
-    return say("remedy", lang, set=change.line, size=size, costs=costs(change.costs, lang))
+    return say("remedy", lang, set=change.line, size=size, costs=said(change.costs, lang))
+
+
+def told(finding: Finding, lang: str | None) -> str:
+    """A finding with its amounts in GiB, and how severe it is."""
+    message = report.message(replace(finding, message=said(finding.message, lang)))
+    return f"{say(finding.severity, lang)}: {message}"
 
 
 def parts(result: Result) -> tuple[tuple[Part, ...], int | None]:
@@ -123,10 +129,9 @@ def parts(result: Result) -> tuple[tuple[Part, ...], int | None]:
 
 def _verdict(result: Result, lang: str | None) -> str:
     word = result.verdict.word
-    english = ' lang="en"' if word == "unknown" else ""
     return (
         f'<p class="verdict {word}"><span class="mark" aria-hidden="true">{MARKS[word]}</span>'
-        f"<b>{escape(say(word, lang))}</b>: <span{english}>{escape(sentence(result, lang))}</span></p>"
+        f"<b>{escape(say(word, lang))}</b>: {escape(sentence(result, lang))}</p>"
     )
 
 
@@ -170,6 +175,5 @@ def _place(result: Result, lang: str | None) -> str:
     return say("each_of", lang, name=name, num=len(result.devices)) if len(result.devices) > 1 else name
 
 
-def _notes(result: Result) -> Iterator[str]:
-    for finding in result.findings:
-        yield f"{report.MARKS[finding.severity]}: {report.message(finding)}"
+def _reasons(result: Result, lang: str | None) -> str:
+    return " ".join(said(reason, lang) for reason in result.verdict.reasons)

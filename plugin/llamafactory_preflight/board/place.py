@@ -14,6 +14,7 @@ from llamafactory_preflight import schema
 from llamafactory_preflight.board import fields
 from llamafactory_preflight.board.fields import Element
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 
 
 Values = dict[str, Any]
@@ -84,9 +85,10 @@ def extra_of(values: Values) -> dict[str, Any]:
     try:
         loaded = json.loads(values.get(fields.EXTRA) or "{}")
     except ValueError as error:
-        raise UserError(f"The extra arguments are no JSON: {error}") from None
+        raise UserError(phrase("The extra arguments are no JSON: {error}", error=error)) from None
     if not isinstance(loaded, dict):
-        raise UserError("The extra arguments are no JSON object", next_step='Write them like {"optim": "adamw_torch"}')
+        example = phrase("Write them like {example}", example='{"optim": "adamw_torch"}')
+        raise UserError("The extra arguments are no JSON object", next_step=example)
     return loaded
 
 

@@ -22,6 +22,7 @@ from llamafactory_preflight import hub, paths
 from llamafactory_preflight.board import failure, panel
 from llamafactory_preflight.board.words import say
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.templates import families
 
 
@@ -89,7 +90,8 @@ def sample(arguments: Mapping[str, Any], lang: str | None) -> str:
                 check=False,
             )
         except subprocess.TimeoutExpired:
-            raise UserError(f"The dataset was not read within {LONGEST_SAMPLE_SECONDS} seconds") from None
+            what = phrase("The dataset was not read within {seconds} seconds", seconds=LONGEST_SAMPLE_SECONDS)
+            raise UserError(what) from None
     if done.returncode:
         raise UserError(failure.reason(done.stderr).removesuffix(".") or "The dataset cannot be shown")
     shown = json.loads(done.stdout.splitlines()[-1])

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from functools import lru_cache
+from importlib import resources
+
+from llamafactory_preflight.phrases import filled
 
 
 LANGUAGES = ("en", "ru", "zh", "ko", "ja")
@@ -27,6 +32,16 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "CPU 실행에 약 {need} 필요, 사용 가능한 메모리 {free}.",
         "CPU での実行には約 {need} が必要で、空きメモリは {free} です。",
     ),
+    "no_remedy": (
+        "No change known here makes it fit: it takes a smaller model or a larger card.",
+        "Известные изменения не помогут: нужна модель поменьше или карта побольше.",
+        "没有已知的修改能让它放下：需要更小的模型或更大的显卡。",
+        "알려진 변경으로는 들어가지 않습니다. 더 작은 모델이나 더 큰 카드가 필요합니다.",
+        "既知の変更では収まりません。より小さいモデルか大きいカードが必要です。",
+    ),
+    "error": ("error", "ошибка", "错误", "오류", "エラー"),
+    "warning": ("warning", "предупреждение", "警告", "경고", "警告"),
+    "info": ("note", "примечание", "提示", "참고", "注記"),
     "no_model": (
         "Choose a model or a preset to see what the run will take.",
         "Выберите модель или пресет, чтобы увидеть, сколько памяти займёт запуск.",
@@ -185,73 +200,36 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-COSTS: Mapping[str, tuple[str, str, str, str]] = {
-    "nothing, it is faster": ("ничего, даже быстрее", "无，反而更快", "없음, 더 빠름", "なし（むしろ速い）"),
-    "a slower evaluation": ("оценка медленнее", "评估变慢", "평가가 느려짐", "評価が遅くなる"),
-    "about a third more time a step": (
-        "шаг дольше примерно на треть",
-        "每步约慢三分之一",
-        "스텝당 약 1/3 더 걸림",
-        "1 ステップが約 3 分の 1 長くなる",
-    ),
-    "some speed; the effective batch stays": (
-        "немного скорости; эффективный батч прежний",
-        "略慢；有效批量不变",
-        "속도 약간; 유효 배치 유지",
-        "速度が少し低下、実効バッチは同じ",
-    ),
-    "some speed and main memory": (
-        "немного скорости и оперативной памяти",
-        "略慢，并占用内存",
-        "속도와 메인 메모리 약간",
-        "速度が少し低下、メインメモリを使用",
-    ),
-    "some speed; 8-bit optimizer states in main memory": (
-        "немного скорости; 8-битные состояния оптимизатора в оперативной памяти",
-        "略慢；8 位优化器状态放在内存",
-        "속도 약간; 8비트 옵티마이저 상태를 메인 메모리에",
-        "速度が少し低下、8 ビットの状態をメインメモリに置く",
-    ),
-    "precision: no float32 master weights": (
-        "точность: без весов float32",
-        "精度：不保留 float32 主权重",
-        "정밀도: float32 마스터 가중치 없음",
-        "精度: float32 マスター重みなし",
-    ),
-    "some precision and speed: base weights in 4 bit": (
-        "немного точности и скорости: базовые веса в 4 битах",
-        "精度和速度略降：基座权重用 4 位",
-        "정밀도와 속도 약간: 기본 가중치 4비트",
-        "精度と速度が少し低下: 基本の重みを 4 ビットに",
-    ),
-    "another method: adapters instead of all weights": (
-        "другой метод: адаптеры вместо всех весов",
-        "换方法：只训练适配器",
-        "다른 방법: 전체 대신 어댑터",
-        "別の手法: 全重みの代わりにアダプター",
-    ),
-    "longer samples are cut off": (
-        "длинные примеры обрезаются",
-        "更长的样本会被截断",
-        "긴 샘플은 잘림",
-        "長いサンプルは切り詰められる",
-    ),
-}
-"""What a remedy costs, after English, which is `Remedy.costs` itself."""
-
 
 def say(key: str, lang: str | None, **values: object) -> str:
     """A text in the board's language; in English where the board is in another one or in none yet."""
     return TEXTS[key][_position(lang)].format(**values)
 
 
-def costs(english: str, lang: str | None) -> str:
-    """What a remedy costs; it may be several costs in a row."""
+def said(text: str, lang: str | None) -> str:
+    """What the rest of the plugin says in English, in the board's language as far as it is known there.
+
+    Args:
+        text: A sentence, mostly a `Phrase`, whose pattern names it in `phrases.json`.
+        lang: The board's language.
+    """
     position = _position(lang)
-    if position:
-        for phrase in sorted(COSTS, key=len, reverse=True):
-            english = english.replace(phrase, COSTS[phrase][position - 1])
-    return english
+    if not position:
+        return text
+    pattern = getattr(text, "pattern", text)
+    values: Mapping[str, object] = getattr(text, "values", {})
+    translated = _phrases().get(pattern)
+    return filled(
+        translated[position - 1] if translated else pattern,
+        {name: said(value, lang) if isinstance(value, str) else value for name, value in values.items()},
+    )
+
+
+@lru_cache(maxsize=1)
+def _phrases() -> Mapping[str, list[str]]:
+    """The sentences of other modules in the languages after English, by their English pattern."""
+    text = resources.files(__package__).joinpath("phrases.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
 
 
 def _position(lang: str | None) -> int:

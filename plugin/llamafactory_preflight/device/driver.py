@@ -6,6 +6,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from llamafactory_preflight.phrases import phrase
+
 
 NO_ANSWER = (
     "The NVIDIA driver does not answer ({error}), and LLaMA-Factory may train on the CPU: see what nvidia-smi says, "
@@ -31,7 +33,7 @@ def fault_of(nvml: Any, error: Exception) -> str | None:
             "The NVIDIA driver was updated and the old one is still loaded, so that CUDA cannot start and "
             "LLaMA-Factory would train on the CPU: reboot"
         )
-    return NO_ANSWER.format(error=error)
+    return phrase(NO_ANSWER, error=error)
 
 
 def highest_cuda() -> int | None:

@@ -12,6 +12,7 @@ from typing import Any
 from llamafactory_preflight.device import choice, driver, processes
 from llamafactory_preflight.device.card import Device, DriverError, context_of
 from llamafactory_preflight.device.processes import Process
+from llamafactory_preflight.phrases import phrase
 
 
 def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
@@ -40,9 +41,11 @@ def devices(environ: Mapping[str, str]) -> tuple[Device, ...]:
             for place, (handle, number) in enumerate(_selected(pynvml, environ.get("CUDA_VISIBLE_DEVICES")))
         )
     except pynvml.NVMLError as error:
-        raise DriverError(driver.NO_ANSWER.format(error=error)) from None
+        raise DriverError(phrase(driver.NO_ANSWER, error=error)) from None
     except AttributeError as error:
-        raise DriverError(f"The installed nvidia-ml-py is too old ({error}): pip install -U nvidia-ml-py") from None
+        raise DriverError(
+            phrase("The installed nvidia-ml-py is too old ({error}): pip install -U nvidia-ml-py", error=error)
+        ) from None
     finally:
         with suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from llamafactory_preflight.device.card import Device, Kind
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.units import GIB, parse_memory
 
 
@@ -56,7 +57,10 @@ def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -
         return card
     usable = parse_memory(free, where="--free")
     if total is not None and usable > total:
-        raise UserError(f"--free {free} is more than --gpu {gpu} has in all", next_step="Give less, or leave one out")
+        raise UserError(
+            phrase("--free {free} is more than --gpu {gpu} has in all", free=free, gpu=gpu),
+            next_step="Give less, or leave one out",
+        )
     card = card or Device(name=f"{free} free", total_bytes=usable, free_bytes=None, planned=True)
     # `--free` is the allocator's share; the context comes on top of it.
     return replace(card, free_bytes=usable + card.context_bytes)
@@ -73,9 +77,9 @@ def _card(text: str, where: str) -> Device:
         total = parse_memory(text, where=where)
     else:
         raise UserError(
-            f"{text!r} is not a card known here",
+            phrase("{value} is not a card known here", value=repr(text)),
             where=where,
-            next_step=f"Give its memory, like 24GiB, or one of {', '.join(CARDS)}",
+            next_step=phrase("Give its memory, like 24GiB, or one of {names}", names=", ".join(CARDS)),
         )
     return Device(
         name=text,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.device import amd, apple, ascend, driver, nvidia, torch_build
 from llamafactory_preflight.device.card import Device, DriverError
+from llamafactory_preflight.phrases import phrase
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +41,7 @@ def survey(environ: Mapping[str, str] | None = None) -> Survey:
         found = nvidia.devices(env)
         fault = _why_unusable(build) if found else _why_hidden(env)
     except DriverError as error:
-        fault = str(error)
+        fault = error.args[0]  # as a phrase, which str() would turn into text
     return Survey(fault=fault) if fault else Survey(devices=found)
 
 
@@ -56,8 +57,12 @@ def _why_hidden(environ: Mapping[str, str]) -> str | None:
         return None
     others = nvidia.devices({name: value for name, value in environ.items() if name != "CUDA_VISIBLE_DEVICES"})
     return (
-        f"CUDA_VISIBLE_DEVICES={text[:40]} leaves none of the {len(others)} GPUs here, so that LLaMA-Factory trains "
-        "on the CPU: count from 0, each of them once"
+        phrase(
+            "CUDA_VISIBLE_DEVICES={value} leaves none of the {num} GPUs here, so that LLaMA-Factory trains on the "
+            "CPU: count from 0, each of them once",
+            value=text[:40],
+            num=len(others),
+        )
         if others
         else None
     )
@@ -74,8 +79,10 @@ def _why_unusable(build: torch_build.TorchBuild | None) -> str | None:
     wanted, highest = int(build.cuda.split(".")[0]), driver.highest_cuda()
     # Within a major version an older driver will do (CUDA minor version compatibility).
     if highest is not None and highest < wanted:
-        return (
-            f"The NVIDIA driver runs CUDA up to {highest}, and the installed torch is built for {build.cuda}, so that "
-            "LLaMA-Factory trains on the CPU: update the driver, or install a torch for an older CUDA"
+        return phrase(
+            "The NVIDIA driver runs CUDA up to {highest}, and the installed torch is built for {wanted}, so that "
+            "LLaMA-Factory trains on the CPU: update the driver, or install a torch for an older CUDA",
+            highest=highest,
+            wanted=build.cuda,
         )
     return None

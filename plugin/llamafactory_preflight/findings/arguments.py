@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.settings import is_enabled
@@ -19,8 +20,11 @@ def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[
         yield Finding(
             id="deepspeed-needs-torchrun",
             severity="error",
-            message="LLaMA-Factory runs DeepSpeed on one GPU only under torchrun. "
-            f"Start it so: FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
+            message=phrase(
+                "LLaMA-Factory runs DeepSpeed on one GPU only under torchrun. "
+                "Start it so: FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
+                origin=origin,
+            ),
         )
 
 
@@ -30,7 +34,9 @@ def json_file(origin: str, software: Software) -> Iterator[Finding]:
         yield Finding(
             id="json-not-read",
             severity="warning",
-            message=f"LLaMA-Factory {software.llamafactory} cannot read .json files. Rename it to .yaml.",
+            message=phrase(
+                "LLaMA-Factory {version} cannot read .json files. Rename it to .yaml.", version=software.llamafactory
+            ),
         )
 
 
@@ -82,8 +88,11 @@ def evaluation(run: RunDescription, estimate: MemoryEstimate | None) -> Iterator
         yield Finding(
             id="eval-batch",
             severity="info",
-            message=f"Evaluation takes more than training, {{evaluation}}: its batch is "
-            f"{run.per_device_eval_batch_size}, and its logits are written out.",
+            message=phrase(
+                "Evaluation takes more than training, {evaluation}: its batch is {batch}, and its logits are written "
+                "out.",
+                batch=run.per_device_eval_batch_size,
+            ),
             amounts={"evaluation": needs},
             set={"per_device_eval_batch_size": 1},
         )
@@ -96,8 +105,12 @@ def experts(run: RunDescription, *, has_experts: bool, software: Software) -> It
         yield Finding(
             id="experts-not-quantized",
             severity="warning",
-            message=f"quantization_bit={run.quantization_bit} leaves the experts in 16 bit under transformers "
-            f"{software.transformers}, and they are most of the model. transformers 4 quantizes them.",
+            message=phrase(
+                "quantization_bit={bits} leaves the experts in 16 bit under transformers {version}, and they are most "
+                "of the model. transformers 4 quantizes them.",
+                bits=run.quantization_bit,
+                version=software.transformers,
+            ),
         )
 
 
@@ -120,6 +133,9 @@ def flash_attention_3(run: RunDescription, *, model_type: str, software: Softwar
         yield Finding(
             id="fa3-refused",
             severity="error",
-            message=f"LLaMA-Factory {software.llamafactory} refuses flash_attn=fa3 when it loads the model.",
+            message=phrase(
+                "LLaMA-Factory {version} refuses flash_attn=fa3 when it loads the model.",
+                version=software.llamafactory,
+            ),
             set={"flash_attn": "auto"},
         )

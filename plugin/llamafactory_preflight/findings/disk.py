@@ -7,12 +7,18 @@ from collections.abc import Iterator, Sequence
 from llamafactory_preflight import checkpoint_size, host
 from llamafactory_preflight.checkpoint_size import Checkpoint, num_saved
 from llamafactory_preflight.disk import Need, checkpoints, shortages
+from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 
 
 ROOM_TO_WORRY = 10
-WORDS = {"weights": "the weights to download", "checkpoints": "checkpoints", "data": "the cache of the data"}
+PARTS = {
+    "weights": "{weights} for the weights to download",
+    "checkpoints": "{checkpoints} for checkpoints",
+    "data": "{data} for the cache of the data",
+}
+FEWER = "Fewer of them: save_total_limit=1, save_only_model=true."
 
 
 def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoint | None = None) -> Iterator[Finding]:
@@ -20,16 +26,18 @@ def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
     found = tuple(shortages(needs))
     for shortage in found:
         first = shortage.needs[0]
-        parts = [f"{{{need.kind}}} for {WORDS[need.kind]}" for need in shortage.needs]
+        parts = joined(" and ", (PARTS[need.kind] for need in shortage.needs))
         certain = sum(need.certain for need in shortage.needs) > shortage.free
         amounts: dict[str, int] = {need.kind: need.size for need in shortage.needs}
         saves = next((need for need in shortage.needs if need.kind == "checkpoints"), None)
         smaller = {"save_total_limit": 1, "save_only_model": True} if saves else None
-        hint = " Fewer of them: save_total_limit=1, save_only_model=true." if saves else ""
+        message = phrase(
+            "The run writes about {parts}, and {free} are free at {folder}.", parts=parts, folder=first.folder
+        )
         yield Finding(
             id=f"disk-{first.kind}",
             severity="error" if certain else "warning",
-            message=f"The run writes about {' and '.join(parts)}, and {{free}} are free at {first.folder}.{hint}",
+            message=joined(" ", (message, FEWER)) if saves else message,
             amounts=amounts | {"free": shortage.free},
             set=smaller,
         )
@@ -57,7 +65,11 @@ def _unlimited(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
         yield Finding(
             id="checkpoints-unlimited",
             severity="info",
-            message=f"Every checkpoint of {{one}} is kept, and {saves.folder} has room for {room}.",
+            message=phrase(
+                "Every checkpoint of {one} is kept, and {folder} has room for {room}.",
+                folder=saves.folder,
+                room=room,
+            ),
             amounts={"one": one},
             set={"save_total_limit": 2},
         )

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight import host
 from llamafactory_preflight.device import Device, Process
+from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -16,6 +17,7 @@ from llamafactory_preflight.units import GIB
 BUSY_BYTES = GIB
 SHOWN_PROCESSES = 5
 AMPERE = (8, 0)
+END_IT = "End it, or choose another card with CUDA_VISIBLE_DEVICES."
 
 
 def card(run: RunDescription, device: Device, software: Software, *, fits: bool = True) -> Iterator[Finding]:
@@ -46,7 +48,9 @@ def _generation(
             yield Finding(
                 id="no-bf16",
                 severity="warning",
-                message=f"{device.name} has no bf16: torch imitates it, many times slower. Train in fp16 there.",
+                message=phrase(
+                    "{card} has no bf16: torch imitates it, many times slower. Train in fp16 there.", card=device.name
+                ),
                 set={**chosen, "fp16": True},
             )
         if run.flash_attn == "fa2":
@@ -55,15 +59,20 @@ def _generation(
                 severity="error"
                 if software.flash_attn is not None
                 else "warning",  # else LLaMA-Factory passes it over
-                message=f"FlashAttention-2 refuses {device.name}: it needs compute capability 8.0, and this has "
-                f"{capability[0]}.{capability[1]}.",
+                message=phrase(
+                    "FlashAttention-2 refuses {card}: it needs compute capability 8.0, and this has {capability}.",
+                    card=device.name,
+                    capability=f"{capability[0]}.{capability[1]}",
+                ),
                 set={"flash_attn": "sdpa"},
             )
     elif run.fp16:
         yield Finding(
             id="fp16-where-bf16",
             severity="info",
-            message=f"{device.name} has bf16, which takes as much memory as fp16 and does not overflow.",
+            message=phrase(
+                "{card} has bf16, which takes as much memory as fp16 and does not overflow.", card=device.name
+            ),
             set={"fp16": False, "bf16": True},
         )
 
@@ -77,33 +86,38 @@ def _in_use(device: Device, *, fits: bool) -> Finding:
             amounts[f"held{place}"] = process.used_bytes
     more = len(device.processes) - SHOWN_PROCESSES
     if more > 0:
-        parts.append(f"{more} more")
+        parts.append(phrase("{num} more", num=more))
     # Where the driver says of nobody how much he holds (Windows), all of it would seem hidden.
     told = not device.processes or any(process.used_bytes is not None for process in device.processes)
     if told and device.hidden_bytes > BUSY_BYTES // 2:
         parts.append("{hidden} of processes that cannot be seen from here (another container or user)")
         amounts["hidden"] = device.hidden_bytes
-    listed = f": {'; '.join(parts)}" if parts else ""
+    message = phrase("{taken} of GPU {index} are in use by something else.", index=device.index)
+    if parts:
+        message = phrase(
+            "{taken} of GPU {index} are in use by something else: {who}.", index=device.index, who=joined("; ", parts)
+        )
     return Finding(
         id="gpu-in-use",
         severity="info" if fits else "warning",
-        message=f"{{taken}} of GPU {device.index} are in use by something else{listed}."
-        f"{'' if fits else ' End it, or choose another card with CUDA_VISIBLE_DEVICES.'}",
+        message=message if fits else joined(" ", (message, END_IT)),
         amounts=amounts,
     )
 
 
 def _holder(process: Process, place: int) -> str:
-    held = f" with {{held{place}}}" if process.used_bytes is not None else ""
     # A name is another's text: braces in it must not be taken for an amount.
     name = process.name.replace("{", "(").replace("}", ")") if process.name else None
-    return f"{name} (PID {process.pid}){held}" if name else f"PID {process.pid}{held}"
+    holder = phrase("{name} (PID {pid})", name=name, pid=process.pid) if name else f"PID {process.pid}"
+    if process.used_bytes is None:
+        return holder
+    return phrase("{process} with {held}", process=holder, held=f"{{held{place}}}")
 
 
 def unusable(fault: str | None) -> Iterator[Finding]:
     """A device that is there and cannot be used or asked; LLaMA-Factory silently trains on the CPU then."""
     if fault is not None:
-        yield Finding(id="gpu-unusable", severity="warning", message=f"{fault}.")
+        yield Finding(id="gpu-unusable", severity="warning", message=phrase("{sentence}.", sentence=fault))
 
 
 def windows(

@@ -8,11 +8,13 @@ from pathlib import Path
 
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 
 
 OVERSUBSCRIBED = 2
+KILLED = "The container or job allows {limit} in all: the process would be killed."
 INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -30,11 +32,11 @@ def host_memory(
     limit = here.limit_bytes if here is not None else None
     if exceeds:
         assert estimate is not None and budget_bytes is not None
-        cause = "" if limit is None else " The container or job allows {limit} in all: the process would be killed."
+        message = "The run may take {wanted} of main memory, and {available} are available."
         yield Finding(
             id="host-memory",
             severity="warning",
-            message=f"The run may take {{wanted}} of main memory, and {{available}} are available.{cause}",
+            message=message if limit is None else joined(" ", (message, KILLED)),
             amounts={"wanted": estimate.host_bytes, "available": budget_bytes} | ({"limit": limit} if limit else {}),
         )
     elif here is not None and limit is not None and limit < here.total_bytes and _is_near(estimate, here):
@@ -54,8 +56,12 @@ def workers(run: RunDescription, *, cores: int | None = None) -> Iterator[Findin
         yield Finding(
             id="many-workers",
             severity="warning",
-            message=f"preprocessing_num_workers={run.preprocessing_num_workers} starts more processes than the {here} "
-            "cores here can use, and each takes main memory.",
+            message=phrase(
+                "preprocessing_num_workers={num} starts more processes than the {cores} cores here can use, and each "
+                "takes main memory.",
+                num=run.preprocessing_num_workers,
+                cores=here,
+            ),
             set={"preprocessing_num_workers": here},
         )
 

@@ -7,6 +7,7 @@ from ctypes.util import find_library
 
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.findings.hardware import has_flash_attention_2
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software, release_of
@@ -32,8 +33,12 @@ def bad_pairs(software: Software, run: RunDescription | None = None) -> Iterator
         yield Finding(
             id="deepspeed-too-new",
             severity="warning",
-            message=f"LLaMA-Factory {software.llamafactory} is made for DeepSpeed up to {highest}; "
-            f"{software.deepspeed} is installed.",
+            message=phrase(
+                "LLaMA-Factory {version} is made for DeepSpeed up to {highest}; {installed} is installed.",
+                version=software.llamafactory,
+                highest=highest,
+                installed=software.deepspeed,
+            ),
         )
 
 
@@ -75,7 +80,9 @@ def missing_packages(run: RunDescription, software: Software, device: Device | N
             yield Finding(
                 id=f"{package}-missing",
                 severity="warning",
-                message=f"The run needs {package}, which is not installed here: pip install {package}",
+                message=phrase(
+                    "The run needs {package}, which is not installed here: pip install {package}", package=package
+                ),
             )
     # torch_npu brings its own; elsewhere LLaMA-Factory says so in one line of its log and goes on with the default.
     has_use = device is None or (device.kind != "npu" and has_flash_attention_2(device))

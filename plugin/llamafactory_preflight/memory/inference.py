@@ -21,6 +21,7 @@ from llamafactory_preflight.memory.remarks import by_size
 from llamafactory_preflight.memory.result import MemoryEstimate, bounds
 from llamafactory_preflight.memory.step import Model
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
@@ -53,7 +54,7 @@ def inference_estimate(
         Unmodelled: Another engine than Hugging Face's, or a path without a formula.
     """
     if run.infer_backend not in ("huggingface", "hf"):
-        raise Unmodelled(f"{run.infer_backend} takes the share of the card that it is told to")
+        raise Unmodelled(phrase("{backend} takes the share of the card that it is told to", backend=run.infer_backend))
     for reason in other_code(run):
         raise Unmodelled(reason)
     shape = shape.under(software)

@@ -9,6 +9,7 @@ from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT32
 from llamafactory_preflight.memory.statics import Group, tensor_bytes
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 
@@ -83,7 +84,7 @@ def optimizer_memory(
     """
     for name in ("use_badam", "use_adam_mini"):
         if getattr(run, name):
-            raise Unmodelled(f"The optimizer of `{name}` has no formula yet")
+            raise Unmodelled(phrase("The optimizer of `{name}` has no formula yet", name=name))
     if run.galore_layerwise or run.apollo_layerwise:
         raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
     if run.use_galore or run.use_apollo:
@@ -107,7 +108,7 @@ def optimizer_memory(
         return _adafactor(groups, trained, block)
     if name in BITSANDBYTES:
         return _bitsandbytes(BITSANDBYTES[name], groups, block)
-    raise Unmodelled(f"Optimizer `{name}` has no formula yet")
+    raise Unmodelled(phrase("Optimizer `{name}` has no formula yet", name=name))
 
 
 def _bitsandbytes(kind: Bitsandbytes, groups: Sequence[Group], block: Callable[[int], int]) -> OptimizerMemory:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 
 
@@ -143,7 +144,10 @@ def lora_targets(run: RunDescription, shape: ModelShape) -> dict[str, LinearShap
         return linears
     unknown = [name for name in names if name not in linears]
     if unknown:
-        raise Unmodelled(f"LoRA target {', '.join(unknown)} is not a linear layer that every decoder layer has")
+        listed = ", ".join(unknown)
+        raise Unmodelled(
+            phrase("LoRA target {names} is not a linear layer that every decoder layer has", names=listed)
+        )
     return {name: linear for name, linear in linears.items() if name in names}
 
 
@@ -155,7 +159,14 @@ def oft_blocks(run: RunDescription, linear: LinearShape) -> tuple[int, int]:
     """
     count, size = run.oft_rank, run.oft_block_size
     if (count == 0) == (size == 0) or linear.in_features % (count or size):
-        raise Unmodelled(f"OFT with {count} blocks of {size} does not divide {linear.in_features} features")
+        raise Unmodelled(
+            phrase(
+                "OFT with {count} blocks of {size} does not divide {features} features",
+                count=count,
+                size=size,
+                features=linear.in_features,
+            )
+        )
     return count or linear.in_features // size, size or linear.in_features // count
 
 

@@ -9,6 +9,7 @@ from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 
 
@@ -63,8 +64,11 @@ def quantization(run: RunDescription, shape: ModelShape) -> Quantized | None:
         )
     known = {"bnb": (4, 8), "gptq": (2, 3, 4, 8), "awq": (4,), "hqq": (1, 2, 3, 4, 8), "eetq": (8,)}
     if found.bits not in known.get(found.method, ()):
-        width = f" to {found.bits} bit" if found.bits else ""
-        raise Unmodelled(f"Quantization by {found.method}{width} has no formula yet")
+        raise Unmodelled(
+            phrase("Quantization by {method} to {bits} bit has no formula yet", method=found.method, bits=found.bits)
+            if found.bits
+            else phrase("Quantization by {method} has no formula yet", method=found.method)
+        )
     return found
 
 

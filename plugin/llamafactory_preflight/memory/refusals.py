@@ -12,6 +12,7 @@ from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.zero import ZeroPlan
@@ -69,9 +70,10 @@ def other_code(run: RunDescription) -> Iterator[str]:
     """What no run, no chat and no export is predicted with."""
     names = [f"`{name}`" for name in OTHER_CODE if getattr(run, name)]
     if names:
-        yield f"Runs with {', '.join(names)} have no formula yet"
+        yield phrase("Runs with {names} have no formula yet", names=", ".join(names))
     if run.unmodelled:
-        yield f"What {', '.join(f'`{name}`' for name in run.unmodelled)} does to memory has no formula"
+        quoted = ", ".join(f"`{name}`" for name in run.unmodelled)
+        yield phrase("What {names} does to memory has no formula", names=quoted)
 
 
 def _listed_experts(run: RunDescription, shape: ModelShape) -> Iterator[str]:
@@ -101,13 +103,13 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
     plan = ZeroPlan.from_config(config, hidden_size=shape.hidden_size)
     if plan.unmodelled:
         names = ", ".join(f"`{name}`" for name in plan.unmodelled)
-        yield f"What {names} in the DeepSpeed JSON does to memory has no formula yet"
+        yield phrase("What {names} in the DeepSpeed JSON does to memory has no formula yet", names=names)
     if "nvme" in (plan.offload_optimizer, plan.offload_param):
         yield "Offloading to NVMe has no formula yet (DeepSpeed needs the library libaio for it)"
     if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
         yield "DeepSpeed in float32 has no formula yet"
     if run.stage not in ("pt", "sft"):
-        yield f"Stage `{run.stage}` under DeepSpeed has no formula yet"
+        yield phrase("Stage `{stage}` under DeepSpeed has no formula yet", stage=run.stage)
     if run.finetuning_type == "oft" or run.use_dora:
         yield "OFT and DoRA under DeepSpeed have no formula yet"
     if shape.vision is not None:
@@ -122,9 +124,9 @@ def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> 
     if not software.at_least("transformers", 5):
         yield "Images under transformers 4 have no formula yet"
     if shape.vision is None or shape.vision.tower is None:
-        yield f"What images take in {shape.model_type} has no formula yet"
+        yield phrase("What images take in {model_type} has no formula yet", model_type=shape.model_type)
     if run.stage != "sft":
-        yield f"Images in stage `{run.stage}` have no formula yet"
+        yield phrase("Images in stage `{stage}` have no formula yet", stage=run.stage)
     if run.packing:
         yield "Packed samples with images have no formula yet"
     if run.predict_with_generate:

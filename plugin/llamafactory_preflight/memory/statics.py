@@ -10,6 +10,7 @@ from llamafactory_preflight.memory import dtypes, parameters
 from llamafactory_preflight.memory.dtypes import INT64
 from llamafactory_preflight.memory.quantization import quantization, weight_bytes
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 
 
@@ -112,7 +113,9 @@ def outer_module(name: str, shape: ModelShape) -> Group:
         return Group(numel=embedding, count=1, embedding=True, in_layers=False)
     if name == "lm_head":
         return Group(numel=embedding, count=1, in_layers=False)
-    raise Unmodelled(f"Training the module `{name}` beside the layers or adapters has no formula yet")
+    raise Unmodelled(
+        phrase("Training the module `{name}` beside the layers or adapters has no formula yet", name=name)
+    )
 
 
 def freeze_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
