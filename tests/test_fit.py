@@ -14,6 +14,7 @@ import yaml
 
 from llamafactory_preflight import cli, fit, memory, preflight, report, yaml_text
 from llamafactory_preflight.device import Device
+from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
@@ -292,11 +293,13 @@ def test_nothing_is_moved_to_main_memory_that_does_not_hold_it() -> None:
     moved = dataclasses.replace(run, optim="paged_adamw_8bit", use_unsloth_gc=True)
     predicted = preflight.predictor(plain)(moved)
     assert predicted.host_bytes > plain.estimate.host_bytes
-    card = Device(name="card", total_bytes=200 * GIB, free_bytes=200 * GIB)
-    for budget, fits in ((None, True), (predicted.host_bytes, True), (predicted.host_bytes - 1, False), (1, False)):
-        result = dataclasses.replace(plain, device=card, host_budget_bytes=budget)
-        assert preflight.fits(result, predicted) is fits
-        assert preflight.fits(result, plain.estimate)
+    for budget in (None, predicted.host_bytes):
+        assert preflight.predictor(dataclasses.replace(plain, host_budget_bytes=budget))(moved) == predicted
+    for budget in (predicted.host_bytes - 1, 1):
+        predict = preflight.predictor(dataclasses.replace(plain, host_budget_bytes=budget))
+        assert predict(run) == plain.estimate
+        with pytest.raises(Unmodelled, match="Main memory"):
+            predict(moved)
 
 
 def test_a_fit_that_main_memory_does_not_hold_says_so() -> None:

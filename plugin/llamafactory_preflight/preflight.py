@@ -242,32 +242,34 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
 
 
 def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
-    """Predicts changed versions of a run that was looked at, with the images that they can hold."""
+    """Predicts changed versions of a run that was looked at, with the images that they can hold.
+
+    One that moves to main memory what that does not hold counts as unmodelled. What the run takes there as it is, is
+    the verdict's to say: few changes lower it.
+    """
     shape, source = result.shape, result.images
-    assert shape is not None
+    assert shape is not None and result.estimate is not None
+    budget = result.host_budget_bytes if result.device is not None else None
+    most = None if budget is None else max(budget, result.estimate.host_bytes)
     environ, num_gpus = os.environ if env is None else env, len(result.devices)
     ranks = machine.ranks_of(num_gpus, env=environ) if result.device is not None else memory.Ranks()
     card = machine.card_of(result.device, num_gpus=num_gpus, env=environ)
 
     def predict(changed: RunDescription) -> memory.MemoryEstimate:
         images = source.of(changed, length) if source is not None else None
-        return memory.estimate(
+        estimate = memory.estimate(
             changed, shape, software=result.software, card=card, length=length, ranks=ranks, images=images
         )
+        if most is not None and estimate.host_bytes > most:
+            raise Unmodelled("Main memory does not hold what it would move there")
+        return estimate
 
     return predict
 
 
 def fits(result: Result, estimate: memory.MemoryEstimate) -> bool:
-    """Whether the card holds a changed version of a run for certain, and main memory what the change adds there.
-
-    What the run takes of main memory as it is, is the verdict's to say: few changes lower it.
-    """
-    if judge(estimate, result.device, None).word != "fits":
-        return False
-    assert result.estimate is not None
-    budget = result.host_budget_bytes
-    return budget is None or estimate.host_bytes <= max(budget, result.estimate.host_bytes)
+    """Whether the deciding card holds a changed version of a run for certain."""
+    return judge(estimate, result.device, None).word == "fits"
 
 
 def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
