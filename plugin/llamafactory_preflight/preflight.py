@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -244,8 +245,7 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
 def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
     """Predicts changed versions of a run that was looked at, with the images that they can hold.
 
-    One that moves to main memory what that does not hold counts as unmodelled. What the run takes there as it is, is
-    the verdict's to say: few changes lower it.
+    One that moves to main memory what that does not hold counts as unmodelled; what is there anyway does not.
     """
     shape, source = result.shape, result.images
     assert shape is not None and result.estimate is not None
@@ -254,12 +254,11 @@ def predictor(result: Result, *, length: int | None = None, env: Mapping[str, st
     environ, num_gpus = os.environ if env is None else env, len(result.devices)
     ranks = machine.ranks_of(num_gpus, env=environ) if result.device is not None else memory.Ranks()
     card = machine.card_of(result.device, num_gpus=num_gpus, env=environ)
+    known = partial(memory.estimate, shape=shape, software=result.software, card=card)
 
     def predict(changed: RunDescription) -> memory.MemoryEstimate:
         images = source.of(changed, length) if source is not None else None
-        estimate = memory.estimate(
-            changed, shape, software=result.software, card=card, length=length, ranks=ranks, images=images
-        )
+        estimate = known(changed, length=length, ranks=ranks, images=images)
         if most is not None and estimate.host_bytes > most:
             raise Unmodelled("Main memory does not hold what it would move there")
         return estimate
@@ -289,10 +288,8 @@ def judge_with_host(
     estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None
 ) -> verdict.Verdict:
     """As `judge`; a card's verdict stands only as far as main memory lets it."""
-    answer = judge(estimate, decisive, host_budget_bytes)
-    if decisive is None:
-        return answer
-    return verdict.with_host(answer, estimate.host_bytes, budget_bytes=host_budget_bytes)
+    answer, budget = judge(estimate, decisive, host_budget_bytes), host_budget_bytes if decisive is not None else None
+    return verdict.with_host(answer, estimate.host_bytes, budget_bytes=budget)
 
 
 def _path(source: Path | str) -> Path | Literal["-"]:
