@@ -243,10 +243,7 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
 
 
 def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
-    """Predicts changed versions of a run that was looked at, with the images that they can hold.
-
-    One that moves to main memory what that does not hold counts as unmodelled; what is there anyway does not.
-    """
+    """Predicts changed versions of a run, with images; what main memory does not hold is unmodelled, if it is new."""
     shape, source = result.shape, result.images
     assert shape is not None and result.estimate is not None
     budget = result.host_budget_bytes if result.device is not None else None
