@@ -172,7 +172,7 @@ def test_a_rank_allocates_what_torch_does(name: str) -> None:
     saving_one_unit += RECORDED["model"]["hidden_size"]
     wide = recorded["version"] == 2 or not recorded["lora"]
     resting = estimate.phases["save"] - saving_one_unit * (4 if wide else 2)
-    assert estimate.phases["forward_backward"] - resting == pytest.approx(recorded["heights"]["micro_step"], rel=0.01)
+    assert estimate.phases["forward_backward"] - resting == pytest.approx(recorded["heights"]["micro_step"], rel=0.007)
     assert estimate.phases["optimizer_step"] - resting == pytest.approx(recorded["heights"]["step"], rel=0.001)
 
 
@@ -206,6 +206,13 @@ def test_offloading_moves_states_to_main_memory(version: int) -> None:
     assert moved.components["optimizer"] == 0
     assert moved.phases["forward_backward"] < kept.phases["forward_backward"] - 5 * NUMEL
     assert moved.host_training_bytes > kept.host_training_bytes + 7 * NUMEL
+
+
+def test_adapters_stay_gathered_where_their_layer_does() -> None:
+    shared = config(version=1, sharding_strategy="SHARD_GRAD_OP")
+    small, large = (predict(shared, lora_rank=rank, cutoff_len=16).components for rank in (8, 64))
+    # Whole in 16 bit they take as much as the float32 half that this rank keeps.
+    assert large["weights"] - small["weights"] == pytest.approx(large["adapters"] - small["adapters"], rel=0.05)
 
 
 def test_without_loading_once_every_card_takes_the_whole_model_first() -> None:

@@ -16,10 +16,11 @@ from llamafactory_preflight.memory.fsdp1 import FlatUnits
 from llamafactory_preflight.memory.fsdp2 import ParameterUnits
 from llamafactory_preflight.memory.fsdp_host import fsdp_host
 from llamafactory_preflight.memory.fsdp_units import HALF, WIDE, Unit, Units, sharded
+from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.host import HostNeed
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
-from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
+from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage, Tensor
 from llamafactory_preflight.memory.quantization import quantization, weight_bytes
 from llamafactory_preflight.memory.result import MemoryEstimate
 from llamafactory_preflight.memory.sharding import Ranks
@@ -36,6 +37,14 @@ def estimate(
 ) -> MemoryEstimate:
     """Predicts a run under FSDP."""
     return _FsdpEstimator(run, shape, software, card, length, ranks).result()
+
+
+class _UncachedOps(Ops):
+    """Operations whose weights are gathered in 16 bit: autocast finds nothing to cast, and keeps no copies."""
+
+    def lower_weight(self, weight: Weight) -> Tensor:
+        """The gathered parameter."""
+        return self.cast(weight, self.lower_dtype(weight.dtype), "buffers")
 
 
 class _FsdpEstimator(Estimator):
@@ -124,7 +133,8 @@ class _FsdpEstimator(Estimator):
     def _load(self) -> int:
         """Weights come by way of main memory where they load once, else whole to each card (LLaMA-Factory's map).
 
-        Version 1 then flattens one unit after the other, the root last; version 2 keeps the whole until all is cut.
+        Version 1 then flattens one unit after the other, the root last; version 2 keeps the whole until all is cut,
+        and cuts a tied head that the state dict names beside the embedding once more.
         """
         adapters = self.run.finetuning_type in ADAPTERS
         item = HALF if adapters else WIDE
@@ -133,9 +143,11 @@ class _FsdpEstimator(Estimator):
         if self.plan.version == 1:
             on_card = self.statistics or not self.plan.loads_once
             whole = sum(p.numel * (WIDE if p.trained else HALF) for p in self.everything) if on_card else 0
-            return self.statistics + max(shards + 2 * root, whole + root // self.ranks.world)
+            own = root // self.ranks.world
+            return self.statistics + max(shards + 2 * root + (own if self.plan.offloads else 0), whole + own)
         if self.plan.loads_once:
-            return sum(size for size, _ in self.shards) + root
+            tied = root // self.ranks.world if self.shape.tie_word_embeddings and not adapters else 0
+            return sum(size for size, _ in self.shards) + root + tied
         return sum(p.numel * (WIDE if p.trained else HALF) for p in self.everything) + shards
 
     def _units(self, ledger: Ledger) -> Units:
@@ -161,7 +173,7 @@ class _FsdpEstimator(Estimator):
         held = [Storage(ledger, size, name) for name, size in self._resting().items()]
         units = self._units(ledger)
         for units.boundary in self._micro_steps():
-            ops = Ops(ledger, autocast_dtype=self.precision.autocast)
+            ops = _UncachedOps(ledger, autocast_dtype=self.precision.autocast)
             model = self._model(ops, units, self.batch)
             units.begin_forward()
             loss = step.language_model_loss(ops, model, self.batch.tokens)
@@ -187,7 +199,7 @@ class _FsdpEstimator(Estimator):
         ledger = Ledger(expandable_segments=self.card.expandable_segments)
         held = [Storage(ledger, size, name) for name, size in self._resting().items()]
         units = self._units(ledger)
-        ops = Ops(ledger, autocast_dtype=self.precision.autocast)
+        ops = _UncachedOps(ledger, autocast_dtype=self.precision.autocast)
         batch = evaluation_batch(self.run, self.shape.vision, self.images)
         with ops.no_grad():
             units.begin_forward()
@@ -198,7 +210,8 @@ class _FsdpEstimator(Estimator):
     def host(self, split: Mapping[str, int]) -> HostNeed:
         """Main memory of all processes here."""
         loaded = sum(p.numel * (WIDE if p.trained else dtypes.size(self.precision.loaded)) for p in self.everything)
-        return fsdp_host(self.run, self.plan, self.shards, self.ranks, loaded=loaded)
+        trained = sum(p.numel * WIDE for p in self.everything if p.trained)
+        return fsdp_host(self.run, self.plan, self.shards, self.ranks, loaded=loaded, trained=trained)
 
 
 def _size(phase: Phase) -> int:

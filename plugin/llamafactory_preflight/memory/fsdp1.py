@@ -22,8 +22,9 @@ class FlatUnits(Units):
         everything: All parameters, in order.
         plan: The settings.
         world: Ranks.
-        adapters: Whether adapters are what is trained. They are gathered for a product only, which is left out: less
-            than a thousandth of a layer; what becomes of their gradients is booked.
+        adapters: Whether adapters are what is trained. Where units are let go after their forward, those are gathered
+            for a product only, which is left out: less than a thousandth of a layer. Otherwise they stay as the layer
+            does, and are booked with it.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class FlatUnits(Units):
         self.first = {key[0]: key for key in reversed(self.small)}
 
     def unit(self, members: Sequence[Parameter]) -> Unit:
-        """A unit of these parameters, adapters left out."""
-        return Unit([p for p in members if not (self.adapters and p.trained)], world=self.world)
+        """A unit of these parameters, adapters left out where they are gathered for a product only."""
+        left_out = self.adapters and self.plan.reshards
+        return Unit([p for p in members if not (left_out and p.trained)], world=self.world)
 
     def before_forward(self, unit: Unit) -> None:
         """pre_unshard and unshard."""

@@ -117,6 +117,7 @@ class Node:
         assert self.backward is not None
         if self.recompute is not None:
             self.recompute()
+            self.recompute = None  # and with it the input that it would run again on
         gradients = tuple(self.backward(grad, self.saved))
         self.saved = ()
         return gradients
