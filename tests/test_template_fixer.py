@@ -534,11 +534,12 @@ def test_an_answer_longer_than_the_limit_is_left_out(
 
 
 @pytest.mark.parametrize("stage", ["sft", "rm", "kto"])
-def test_an_empty_answer_is_named(factory: Factory, stage: str) -> None:
-    empty, good = sharegpt([user("q"), answer("")]), sharegpt([user("q"), PLAIN])
+@pytest.mark.parametrize("text", ["", "<think>r</think>\n", "<think>\n\n</think>\n\n"])
+def test_an_empty_answer_is_named(factory: Factory, stage: str, text: str) -> None:
+    empty, good = sharegpt([user("q"), answer(text)]), sharegpt([user("q"), PLAIN])
     columns: dict[str, Any] = {}
     if stage == "rm":
-        empty, good, columns = pair("a", ""), pair("a", "b"), RANKING
+        empty, good, columns = pair("a", text), pair("a", "b"), RANKING
     elif stage == "kto":
         empty, good = ({**record, "tag": True} for record in (empty, good))
         columns = {"kto_tag": "tag"}

@@ -115,7 +115,8 @@ def _lost(row: Row, template: OfficialTemplate, num_answers: int) -> str:
 
 def _odd(messages: list[Message]) -> str:
     """What is strange about a sample that is kept, as LLaMA-Factory keeps it."""
-    if any(not (message["content"] or "").strip() for message in messages):
+    answers = [split_answer(message["content"] or "") for message in messages if message["role"] in ANSWERS]
+    others = (message["content"] or "" for message in messages if message["role"] not in ANSWERS)
+    if not all(text.strip() for text in (*others, *(answer.text for answer in answers))):
         return "an empty turn"
-    contents = (message["content"] or "" for message in messages if message["role"] in ANSWERS)
-    return "a think tag that is never closed" if any(split_answer(text).is_unclosed for text in contents) else ""
+    return "a think tag that is never closed" if any(answer.is_unclosed for answer in answers) else ""
