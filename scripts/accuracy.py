@@ -119,7 +119,13 @@ def replay(folder: Path) -> Iterator[Row]:
             estimate = prepare(case, plan["models"])()
         except Unmodelled:
             continue
-        yield _row(case, result, estimate, early.get(case["id"], {}))
+        yield _row(case, result, estimate, early.get(case["id"]) or _expected(case))
+
+
+def _expected(case: dict[str, Any]) -> dict[str, Any]:
+    """The prediction that a case itself was committed with."""
+    peak = case.get("expected", {}).get("peak_gib")
+    return {"peak_allocated_bytes": round(peak * GIB)} if peak else {}
 
 
 def _trained(case: dict[str, Any], result: dict[str, Any]) -> bool:

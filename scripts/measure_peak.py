@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import measure_runs
 
 
 SCRIPTS = Path(__file__).resolve().parent
+TIMEOUT_SECONDS = 580
 # What names files, accounts or places, or decides what is reported and saved: replaced or left out.
 LEFT_OUT = {
     "model_name_or_path", "dataset", "eval_dataset", "dataset_dir", "media_dir", "output_dir", "cache_dir",
@@ -33,6 +35,7 @@ LEFT_OUT = {
     "preprocessing_num_workers", "dataloader_num_workers", "overwrite_cache", "ddp_timeout", "load_best_model_at_end",
     "use_swanlab", "ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters", "adapter_folder",
 }  # fmt: skip
+OTHERS = ("swanlab_", "wandb_", "trackio_", "hub_", "push_to_hub", "ray_", "export_", "default_system", "project")
 SHAPE = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok"),
@@ -42,11 +45,11 @@ SHAPE = (
 
 def case_of(given: dict[str, Any], steps: int) -> dict[str, Any]:
     """The case that `measure_runs` runs in place of a user's run."""
-    secret = ("token", "key", "secret", "url", "id", "path", "dir")
+    secret = tuple(f"_{word}" for word in ("token", "key", "secret", "url", "id", "path", "dir"))
     args = {
         name: value
         for name, value in given.items()
-        if name not in LEFT_OUT and not any(name.endswith(f"_{word}") for word in secret)
+        if name not in LEFT_OUT and not name.endswith(secret) and not name.startswith(OTHERS)
     }
     return {"id": "mine", "model": "mine", "args": args | {"max_steps": steps}}
 
@@ -60,9 +63,13 @@ def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) 
     plan.write_text(json.dumps({"models": {"mine": config}, "cases": [case]}))
     out.unlink(missing_ok=True)
     command = [sys.executable, str(SCRIPTS / "measure_runs.py"), str(plan), str(out), "--jobs", "1"]
-    subprocess.run(command, env=env, capture_output=True, text=True, timeout=580)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if not out.is_file():
-        return {"ok": False, "error": f"the run died; its log is {root / 'mine.log'}"}
+        return {
+            "ok": False,
+            "error": f"the run died, or took longer than {TIMEOUT_SECONDS} s; its log is {root / 'mine.log'}",
+        }
     return dict(json.loads(out.read_text().splitlines()[-1]))
 
 
@@ -71,7 +78,7 @@ def row_to_share(case: dict[str, Any], config: dict[str, Any], row: dict[str, An
     figures = ("ok", "loaded_allocated_gib", "peak_allocated_gib", "peak_reserved_gib", "trainable_params")
     return {
         "shape": {name: config[name] for name in SHAPE if name in config},
-        "args": case["args"],
+        "args": {name: value for name, value in case["args"].items() if not re.search(r"[/\\\s]", str(value))},
         **{name: row[name] for name in figures if name in row},
         **more,
     }
@@ -84,6 +91,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3, help="optimizer steps to run")
     parser.add_argument("--share", action="store_true", help="print a row for the project's table")
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error("--steps takes 1 or more")
     with contextlib.suppress(ImportError):
         sys.path.append(str(SCRIPTS.parent / "plugin"))  # where the package is not installed
     from llamafactory_preflight import allocator, arguments, device, hub, preflight
@@ -96,7 +105,11 @@ def main() -> int:
             raise UserError("There is no GPU here to measure on")
         if given.get("deepspeed") or given.get("fsdp"):
             raise UserError("Runs with DeepSpeed or FSDP are not measured here", next_step="Leave `deepspeed` out")
+        if not given.get("model_name_or_path"):
+            raise UserError("`model_name_or_path` is missing", next_step="Name a model on the hub, or a folder")
         model = hub.find(str(given.get("model_name_or_path")), revision=str(given.get("model_revision", "main")))
+        if model.config.get("quantization_config"):
+            raise UserError("This checkpoint is quantized already, and zeros cannot take its place")
         env = os.environ | {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]}
         allocator.prefer_expandable_segments(env)
         os.environ.update({name: env[name] for name in allocator.VARIABLES if name in env})
@@ -115,7 +128,8 @@ def main() -> int:
         print(json.dumps(row_to_share(case, config, row, **more, versions=result.software.as_dict())))
         return 0 if row.get("ok") else 1
     if not row.get("ok"):
-        print(f"It did not get through: {row.get('out_of_memory') or row.get('error')}")
+        fault = str(row.get("out_of_memory") or row.get("error")).strip().splitlines()[-1]
+        print(f"It did not get through: {fault}")
     peak = row.get("peak_allocated_gib")
     print(
         f"measured   {peak} GiB allocated, {row.get('peak_reserved_gib')} GiB reserved" if peak else "measured   none"

@@ -79,6 +79,16 @@ def test_what_several_ranks_take_was_known_beforehand_in_the_second_round() -> N
     assert max(map(abs, hosts)) <= 0.1
 
 
+def test_what_fit_chose_ran_under_the_cap_that_it_was_chosen_for() -> None:
+    folder = accuracy.MEASURED / "held_out_fit"
+    cases = {case["id"]: case for case in json.loads((folder / "cases.json").read_text())["cases"]}
+    rows = [json.loads(line) for line in (folder / "measured.jsonl").read_text().splitlines()]
+    assert len(rows) >= 13 and all(row["ok"] and row["cap_gib"] == cases[row["id"]]["cap_gib"] for row in rows)
+    assert all(cases[row["id"]]["expected"]["before_peak_gib"] > row["cap_gib"] for row in rows), "as given none fits"
+    peaks = [(row["peak_allocated_gib"], cases[row["id"]]["expected"]["peak_gib"]) for row in rows]
+    assert [pair for pair in peaks if abs(pair[0] / pair[1] - 1) > 0.001] == []
+
+
 def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row]) -> None:
     wrong = []
     for row in rows:

@@ -142,12 +142,16 @@ def test_a_row_to_share_holds_no_path_and_no_name() -> None:
         sys.path.remove(str(ROOT / "scripts"))
     given = {
         "model_name_or_path": "/home/me/secret-model", "output_dir": "/home/me/out", "hf_hub_token": "hf_x",
-        "lora_rank": 4, "swanlab_api_key": "k", "dataset": "mine", "stage": "sft", "cutoff_len": 128, "run_name": "me",
+        "lora_rank": 4, "swanlab_api_key": "k",
+        "default_system": "You are Bob.", "swanlab_project": "mine",
+        "dataset": "mine", "stage": "sft", "cutoff_len": 128, "run_name": "me",
     }  # fmt: skip
     config = {"model_type": "qwen3", "hidden_size": 64, "_name_or_path": "/home/me/secret-model"}
     case = measure_peak.case_of(given, 3)
     row = {"ok": True, "peak_allocated_gib": 1.5, "args": {"output_dir": "/tmp/x"}, "error": "/home/me"}
     shared = measure_peak.row_to_share(case, config, row, card="A100", predicted_gib=1.5)
+    odd = {"args": case["args"] | {"additional_target": "/home/me/x", "rope_scaling": "my words"}}
+    assert measure_peak.row_to_share(odd, config, row)["args"] == case["args"]
     assert case["args"] == {"lora_rank": 4, "stage": "sft", "cutoff_len": 128, "max_steps": 3}
     assert shared == {
         "shape": {"model_type": "qwen3", "hidden_size": 64}, "args": case["args"], "ok": True,

@@ -160,3 +160,45 @@ def test_tune_prints_what_it_gains(folder: Path, capsys: pytest.CaptureFixture[s
     assert preflight_of("b.yaml", "--gpu", "80GiB", "--tune") == 0
     assert "as fast as it gets" in capsys.readouterr().err
     assert preflight_of("a.yaml", "--gpu", "4GiB", "--tune") == 1
+
+
+PARSER = """
+import sys, yaml
+from llamafactory.hparams import get_train_args
+for file in sys.argv[1:]:
+    given = yaml.safe_load(open(file)) | {"use_cpu": True}
+    model, data, training, finetuning, _ = get_train_args(given)
+    print("PARSED", file, data.template, finetuning.finetuning_type, training.learning_rate, model.quantization_bit)
+"""
+
+
+def test_llamafactory_s_own_parser_takes_a_preset_of_every_method(run: Any, folder: Path) -> None:  # noqa: F811
+    for method in new_preset.METHODS:
+        words = ["--model", "model", "--gpu", "200GiB", "--method", method, "-o", f"{method}.yaml"]
+        assert preflight_of(*words, "cutoff_len=1024", "dataset=mine") == 0
+        written = yaml.safe_load((folder / f"{method}.yaml").read_text())
+        assert (written["cutoff_len"], written["dataset"]) == (1024, "mine")
+    (folder / "parse.py").write_text(PARSER)
+    done = run(["python", "parse.py", *(f"{method}.yaml" for method in new_preset.METHODS)], cwd=folder)
+    assert done.returncode == 0, done.stderr[-2000:]
+    parsed = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("PARSED")]
+    assert [row[0] for row in parsed] == [f"{method}.yaml" for method in new_preset.METHODS]
+    assert [row[2] for row in parsed] == ["lora", "lora", "full", "freeze"]
+    assert {row[1] for row in parsed} == {"qwen3"} and [row[4] for row in parsed] == ["None", "4", "None", "None"]
+
+
+@pytest.mark.parametrize(
+    ("name", "template"),
+    [("Qwen3-4B-Instruct-2507", "qwen3_nothink"), ("Qwen3-4B-Thinking-2507", "qwen3"), ("Qwen3-8B", "qwen3")],
+)
+def test_the_template_is_the_models_own(
+    folder: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    template: str,
+) -> None:
+    (folder / "model").rename(folder / name)
+    assert preflight_of("--model", name, "--gpu", "200GiB") == 0
+    written = yaml.safe_load(capsys.readouterr().out)
+    assert written["template"] == template
+    assert written.get("enable_thinking") is (False if name == "Qwen3-8B" else None)

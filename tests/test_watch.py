@@ -100,6 +100,38 @@ def test_address_space_that_ends_is_explained_below_the_traceback(run: Any, tmp_
     assert not (tmp_path / "out/.preflight").exists()
 
 
+# The same for the second rank alone, from when it trains.
+ONE_RANK_LIMITED = """
+import os, resource, sys, threading, time
+def patch():
+    while not hasattr(sys.modules.get("transformers.trainer"), "Trainer"):
+        time.sleep(0.01)
+    trainer = sys.modules["transformers.trainer"].Trainer
+    original = trainer.training_step
+    def limited(*args, **kwargs):
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**28, resource.RLIM_INFINITY))
+        return original(*args, **kwargs)
+    trainer.training_step = limited
+if os.environ.get("RANK") == "1":
+    threading.Thread(target=patch, daemon=True).start()
+"""
+
+
+def test_the_one_rank_that_ran_out_is_heard_below_torchrun_s_error(run: Any, tmp_path: Path, tiny_model: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site/sitecustomize.py").write_text(ONE_RANK_LIMITED)
+    env = ENV | {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2", "PYTHONPATH": str(tmp_path / "site")}
+    words = command(tiny_model, "out", per_device_train_batch_size=32)
+    done = run(["llamafactory-cli", "train", *words], cwd=tmp_path, env=env)
+    assert done.returncode == 1
+    _, _, last = done.stderr.rpartition("CalledProcessError")
+    flat = " ".join(last.split())
+    assert "rank 1 ran out of main memory in the forward or backward pass of step 1" in flat
+    assert "rank 0" not in flat and "No checkpoint was completed yet" in flat
+    assert not (tmp_path / "out/.preflight").exists()
+
+
 @pytest.fixture
 def small_cgroup() -> Iterator[Path]:
     """A memory cgroup whose processes the kernel kills above a limit."""
