@@ -165,7 +165,8 @@ class BoardPage:
 
     def field(self, label: str) -> Any:
         """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
-        return self.page.get_by_label(re.compile(rf"^\s*(number input for )?{label}")).first
+        labelled = self.page.get_by_label(re.compile(rf"^\s*(number input for )?{label}"))
+        return labelled.locator("visible=true").first  # other tabs have fields of the same name
 
     def choose(self, label: str, option: str) -> None:
         """Picks an entry of a menu by its beginning."""
@@ -195,6 +196,14 @@ class BoardPage:
         """Goes to another tab."""
         self.page.get_by_role("tab", name=name).click()
         self.settle()
+
+    def chat(self, text: str) -> str:
+        """Says something in the Chat tab; gives the answer."""
+        self.page.get_by_placeholder("Input...").fill(text)
+        self.press("Submit")
+        answer = self.page.locator("[data-testid=bot]:visible").last
+        answer.wait_for()
+        return str(answer.inner_text())
 
     def preset(self, tier: str, name: str) -> None:
         """Chooses a preset."""
