@@ -84,12 +84,12 @@ def hub() -> Iterator[str]:
 
 
 @contextmanager
-def webui(folder: Path, scripts: Path, **variables: str) -> Iterator[str]:
-    """The address of `llamafactory-cli webui`, started in a folder."""
+def webui(folder: Path, scripts: Path, *, program: str = "", **variables: str) -> Iterator[str]:
+    """The address of `llamafactory-cli webui`, started in a folder, or of a program that starts the board its way."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    own = {"LLAMAFACTORY", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LLAMABOARD", "USE_", "GRADIO"}
+    own = {"LLAMAFACTORY", "HF_HUB_OFFLINE", "HF_ENDPOINT", "LLAMABOARD", "USE_", "GRADIO", "DEMO_"}
     env = {name: value for name, value in os.environ.items() if not name.startswith(tuple(own))}
     env |= {
         "PATH": os.pathsep.join([str(scripts), env.get("PATH", "")]),
@@ -102,7 +102,8 @@ def webui(folder: Path, scripts: Path, **variables: str) -> Iterator[str]:
     } | variables
     address = f"http://127.0.0.1:{port}/"
     with (folder / "webui.log").open("w") as log:
-        server = subprocess.Popen([scripts / "llamafactory-cli", "webui"], cwd=folder, env=env, stdout=log, stderr=log)
+        command = [scripts / "python", "-c", program] if program else [scripts / "llamafactory-cli", "webui"]
+        server = subprocess.Popen(command, cwd=folder, env=env, stdout=log, stderr=log)
         try:
             _wait_for(address, server, folder / "webui.log")
             yield address
@@ -144,6 +145,9 @@ class BoardPage:
 
     def open(self) -> BoardPage:
         """Loads the page, or loads it again."""
+        before = list(self.console_errors)
+        self.page.goto("about:blank")
+        self.console_errors[:] = before  # leaving a page cuts off what it was waiting for, which it reports
         self._running.clear()
         self.page.goto(self.address)
         self.page.get_by_label("Language", exact=True).wait_for(timeout=60_000)
@@ -161,7 +165,8 @@ class BoardPage:
 
     def field(self, label: str) -> Any:
         """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
-        return self.page.get_by_label(re.compile(rf"^\s*(number input for )?{label}")).first
+        labelled = self.page.get_by_label(re.compile(rf"^\s*(number input for )?{label}"))
+        return labelled.locator("visible=true").first  # other tabs have fields of the same name
 
     def choose(self, label: str, option: str) -> None:
         """Picks an entry of a menu by its beginning."""
@@ -186,6 +191,19 @@ class BoardPage:
             assert time.monotonic() < deadline, f"the output is still {self.output()!r}"
             self.page.wait_for_timeout(100)
         self.settle()
+
+    def tab(self, name: str) -> None:
+        """Goes to another tab."""
+        self.page.get_by_role("tab", name=name).click()
+        self.settle()
+
+    def chat(self, text: str) -> str:
+        """Says something in the Chat tab; gives the answer."""
+        self.page.get_by_placeholder("Input...").fill(text)
+        self.press("Submit")
+        answer = self.page.locator("[data-testid=bot]:visible").last
+        answer.wait_for()
+        return str(answer.inner_text())
 
     def preset(self, tier: str, name: str) -> None:
         """Chooses a preset."""

@@ -21,8 +21,8 @@ CORE = [file for file in FILES if file not in WATCH and not {SIMULATION, FIXER, 
 HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "datasets", "numpy", "deepspeed", "rich"}
 # Modules from which data flows on: a module may import only from those that stand before it.
 ORDER = (
-    *("phrases", "errors", "units", "software", "settings", "schema", "arguments", "fsdp", "run", "zero"),
-    *("model_config", "model_shape"),
+    *("phrases", "errors", "units", "software", "settings", "schema", "arguments", "fsdp", "argument_values"),
+    *("run", "zero", "model_config", "model_shape"),
     *("hub_request", "hub", "memory", "device", "host", "verdict", "result", "findings", "report", "preflight"),
     "guard",
 )

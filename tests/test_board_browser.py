@@ -14,6 +14,8 @@ import pytest
 
 import board
 from llamafactory_preflight import presets, schema
+from llamafactory_preflight.board import words
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.presets import Preset
 
 
@@ -241,11 +243,43 @@ def test_what_was_saved_is_loaded_after_the_page_was_loaded_again(page: board.Bo
     assert after.keys() == before.keys()
 
 
-def test_a_training_runs_to_its_end(page: board.BoardPage, folder: Path) -> None:
+def test_a_training_runs_to_its_end_and_is_measured(page: board.BoardPage, folder: Path) -> None:
     page.preset("CPU / any", "cpu_smoke")
     page.press("Start", until="^Finished", timeout=200)
     assert (folder / "saves" / "cpu_smoke" / "adapter_model.safetensors").is_file()
+    told = page.page.get_by_text("Last run: predicted")
+    told.wait_for()
+    found = re.search(r"predicted ([\d.]+) GiB, measured ([\d.]+) GiB \(([+-][\d.]+)%\)", told.inner_text())
+    assert found is not None, told.inner_text()
+    predicted, measured, difference = map(float, found.groups())
+    assert abs(measured / predicted - 1 - difference / 100) < 0.02  # the amounts are rounded
     screenshot(page, "finished")
+
+
+def test_what_was_trained_is_evaluated_chatted_with_and_exported(page: board.BoardPage, folder: Path) -> None:
+    # The test before this one has trained the adapter.
+    page.preset("CPU / any", "cpu_smoke")
+    adapter = page.field("Checkpoint path")
+    adapter.fill("saves/cpu_smoke")
+    adapter.press("Enter")
+    page.settle()
+    page.tab("Evaluate & Predict")
+    page.type("Data dir", str(PRESETS[0].file.parent / "data"))
+    page.choose("Dataset", "identity")
+    page.type("Max samples", "2")
+    page.page.get_by_label("Save predictions").uncheck()
+    page.press("Preview command", until="do_eval")
+    assert "adapter_name_or_path saves/cpu_smoke" in page.output()
+    page.press("Start", until="^Finished", timeout=120)
+    page.tab("Chat")
+    page.press("Load model")
+    assert page.chat("Hello")
+    page.press("Unload model")
+    page.tab("Export")
+    page.type("Export dir", "saves/exported")
+    page.page.locator("button:visible", has_text="Export").last.click()  # the first one is the tab's
+    page.settle()
+    assert (folder / "saves" / "exported" / "model.safetensors").is_file()
 
 
 def test_what_will_not_fit_starts_only_when_told_twice(page: board.BoardPage, folder: Path) -> None:
@@ -266,11 +300,11 @@ def test_what_will_not_fit_starts_only_when_told_twice(page: board.BoardPage, fo
 @pytest.mark.parametrize(
     ("label", "value", "told"),
     [
-        ("Model path", "/nowhere/model", "does not exist"),
+        ("Model path", "/nowhere/model", "The model folder /nowhere/model does not exist"),
         ("Model path", "nobody/nothing", "has no nobody/nothing"),
         ("Model path", "down/model", "cannot be reached"),
-        ("Learning rate", "fast", "cannot be read"),
-        ("Max samples", "many", "cannot be read"),
+        ("Learning rate", "fast", "Learning rate: 'fast' cannot be read"),
+        ("Max samples", "many", "Max samples: 'many' cannot be read"),
         ("Plan for GPU", "a toaster", "is not a card known here"),
         ("Number of GPUs", "-3", "is not a number of GPUs"),
         ("Number of GPUs", "several", "is not a number of GPUs"),
@@ -280,6 +314,26 @@ def test_what_makes_no_sense_is_a_sentence(page: board.BoardPage, label: str, va
     page.preset("CPU / any", "cpu_smoke")
     page.type(label, value)
     assert told in page.panel()
+
+
+def test_what_is_wrong_is_said_in_the_language_of_the_board(page: board.BoardPage) -> None:
+    page.preset("80 GB", "80gb_lora_moe")
+    page.choose("Plan for GPU", "T4")
+    menu = "Language"
+    for lang, next_menu, bf16, number in (
+        ("ru", "Язык", "У t4 нет bf16", "Число GPU"),
+        ("zh", "语言", "t4 不支持 bf16", "显卡数量"),
+        ("ko", "언어", "t4에는 bf16이 없어", "GPU 수"),
+        ("ja", "言語", "t4 に bf16 はなく", "GPU の数"),
+    ):
+        page.choose(menu, lang)
+        menu = next_menu
+        assert bf16 in page.panel()
+        assert not re.search("[a-z]{3,} [a-z]{3,} [a-z]{3,}", page.panel())  # no English sentence is left
+        page.type(number, "several")
+        assert words.said(phrase("{value} is not a number of GPUs", value="several"), lang) in page.panel()
+        page.type(number, "")
+    page.choose(menu, "en")
 
 
 def test_extra_arguments_that_are_no_json_are_a_sentence(page: board.BoardPage) -> None:
@@ -342,6 +396,28 @@ def test_every_element_of_ours_has_a_name_and_is_reached_by_keyboard(page: board
     assert any("→" in text for text in reached)  # a remedy
     assert page.page.locator("#preflight-panel [role=img]").get_attribute("aria-label")
     assert page.page.locator("#preflight-panel [role=status]").count() == 1
+
+
+DEMO = "from llamafactory.webui.interface import create_ui; create_ui(demo_mode=True).queue().launch(inbrowser=False)"
+
+
+def test_a_demo_shows_the_panel_and_starts_nothing(
+    browser: Any, plain_errors: list[str], folder: Path, tmp_path: Path
+) -> None:
+    demo = {"DEMO_MODEL": str(folder / "saves" / "tiny-qwen3"), "DEMO_TEMPLATE": "qwen3"}
+    environ = {"HF_HOME": str(folder / "hf"), "LLAMAFACTORY_PREFLIGHT_GPU": CARD, "HF_HUB_OFFLINE": "1"}
+    with board.webui(tmp_path, Path(sys.executable).parent, program=DEMO, **demo, **environ) as address:
+        page = board.BoardPage(browser.new_page(viewport={"width": 1280, "height": 900}), address).open()
+        assert page.page.get_by_role("tab", name="Export").count() == 0
+        page.preset("24 GB", "24gb_qlora")
+        assert re.search("Fits|Tight|Will not fit", page.panel())
+        assert re.search("Fits|Tight|Will not fit", page.command() and page.output())
+        page.press("Start", until="demo")
+        page.tab("Chat")
+        assert page.chat("Hello")
+        assert [error for error in page.console_errors if error not in plain_errors] == []
+        assert "Traceback" not in (tmp_path / "webui.log").read_text()
+        page.page.close()
 
 
 OVERLAPS = """() => {

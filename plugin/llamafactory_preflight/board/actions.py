@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import gradio as gr
-from llamafactory.webui.locales import LOCALES
 
 from llamafactory_preflight import handoff, paths, report
 from llamafactory_preflight.board import adapter, fields, menu, panel, place, session, template_check
@@ -123,7 +122,7 @@ class Actions:
         return {
             self.ours["panel"]: gr.update(value=shown),
             self.ours["remedies_box"]: gr.update(visible=bool(buttons)),
-            self.ours["remedies_title"]: gr.update(value=panel.page(f"<p>{escape(say('remedies', lang))}</p>")),
+            self.ours["remedies_title"]: gr.update(value=panel.page(f"<p>{escape(_offer(buttons, lang))}</p>")),
             **{
                 button: gr.update(visible=bool(text), value=text)
                 for button, text in zip_longest(self.ours["remedies"], buttons, fillvalue="")
@@ -212,6 +211,10 @@ class Actions:
         return data[self.inputs["top.lang"]] or "en"
 
 
+def _offer(buttons: list[str], lang: str | None) -> str:
+    return say("remedies" if len(buttons) > 1 else "only_remedy", lang)
+
+
 def _own(values: Values, current: Session) -> set[str]:
     """Arguments of a preset that give way to what the user has chosen."""
     own: set[str] = set()
@@ -233,18 +236,13 @@ def _data_folder(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 def _as_table(change: Change, lang: str | None) -> str:
     rows = "".join(
-        f'<tr><th scope="row">{escape(_label(name, lang))}</th><td>{_shown(before)} → {_shown(after)}</td></tr>'
+        f'<tr><th scope="row">{escape(adapter.label(name, lang))}</th><td>{_shown(before)} → {_shown(after)}</td></tr>'
         for name, (before, after) in change.changed.items()
     )
     summary = escape(say("changed", lang, num=len(change.changed)))
     table = f"<details><summary>{summary}</summary><table>{rows}</table></details>"
     lost = say("unplaced", lang, names=", ".join(change.unplaced)) if change.unplaced else ""
     return panel.page(table + (f'<p class="verdict tight">{escape(lost)}</p>' if lost else ""))
-
-
-def _label(identifier: str, lang: str | None) -> str:
-    name = identifier.partition(".")[2]
-    return str(LOCALES.get(name, {}).get(lang or "en", {}).get("label", name))
 
 
 def _shown(value: Any) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import gradio as gr
 from llamafactory.extras.constants import SUPPORTED_MODELS, TRAINING_STAGES, DownloadSource
 from llamafactory.webui import common
+from llamafactory.webui.locales import LOCALES
 
 from llamafactory_preflight.board import fields, place
 from llamafactory_preflight.board.fields import Element
@@ -23,6 +25,7 @@ NO_ARGUMENTS = frozenset({"train.current_time", "train.device_count", "train.res
 ABOVE = ("lang", "model_name", "model_path", "finetuning_type", "checkpoint_path", "quantization_bit",
          "quantization_method", "template", "rope_scaling", "booster")  # fmt: skip
 OURS = "preflight_"
+FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError)
 Elements = Mapping[str, Any]
 """Elements of gradio by the board's identifier."""
 
@@ -61,17 +64,38 @@ def parse(engine: Any, elements: Elements, values: Values) -> dict[str, Any]:
     known = values | {fields.OUTPUT_DIR: name, fields.MODEL_NAME: values.get(fields.MODEL_NAME) or fields.CUSTOM_MODEL}
     known[fields.DATASET] = values.get(fields.DATASET) or []
     try:
-        arguments = engine.runner._parse_train_args({element: known[name] for name, element in elements.items()})
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        raise UserError(phrase("A field cannot be read: {error}", error=error)) from None
+        arguments = _parsed(engine, elements, known)
+    except FAULTS as error:
+        raise _unreadable(engine, elements, known, error) from None
     if os.sep in output_dir:
         arguments["output_dir"] = output_dir
-    return dict(arguments)
+    return arguments
+
+
+def label(identifier: str, lang: str | None) -> str:
+    """What the board calls an element in one of its languages."""
+    name = identifier.partition(".")[2]
+    return str(LOCALES.get(name, {}).get(lang or "en", {}).get("label", name))
 
 
 def as_sent(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments that the training will be given."""
     return dict(common._clean_cmd(arguments))
+
+
+def _parsed(engine: Any, elements: Elements, values: Values) -> dict[str, Any]:
+    return dict(engine.runner._parse_train_args({element: values[name] for name, element in elements.items()}))
+
+
+def _unreadable(engine: Any, elements: Elements, values: Values, error: Exception) -> UserError:
+    """Names the text that makes the board's own code fail: without it, and only then, the code gets through."""
+    for name, element in elements.items():
+        if isinstance(element, gr.Textbox) and values[name] != element.value:
+            with suppress(*FAULTS):
+                _parsed(engine, elements, values | {name: element.value})
+                field = label(name, values.get("top.lang"))
+                return UserError(phrase("{field}: {value} cannot be read", field=field, value=repr(values[name])))
+    return UserError(phrase("A field cannot be read: {error}", error=error))
 
 
 def _described(element: Any) -> Element:

@@ -54,7 +54,8 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None)
             asking = True
             raise
 
-    planned = cards.planned(gpu=card or None) or cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
+    here = Settings.from_environment().gpu
+    planned = cards.planned(gpu=card, where="") if card else cards.planned(gpu=here, where=GPU_VARIABLE)
     # As the board starts the training.
     environ = os.environ | ({"FORCE_TORCHRUN": "1"} if arguments.get("deepspeed") else {})
     result = preflight.examine(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 from llamafactory_preflight import device as cards
 from llamafactory_preflight.board.words import LANGUAGES, say
 from llamafactory_preflight.device import Device
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.presets import ANY, Preset
+from llamafactory_preflight.settings import Settings
 
 
 HERE = "here"
@@ -35,9 +38,11 @@ def of_tier(available: Sequence[Preset], tier: str | None) -> list[Choice]:
 
 def card_choices(lang: str | None = "en") -> list[Choice]:
     """Cards to plan for; the first is this machine."""
-    found = _machine(cards.visible())
-    here = f"{say('this_machine', lang)} ({found})"
-    return [(here, HERE), *((f"{name.upper()} ({card.gib:g} GiB)", name) for name, card in cards.CARDS.items())]
+    found = _machine(here(), lang)
+    return [
+        (f"{say('this_machine', lang)} ({found})", HERE),
+        *((f"{name.upper()} ({card.gib:g} GiB)", name) for name, card in cards.CARDS.items()),
+    ]
 
 
 def card(given: object) -> str:
@@ -50,8 +55,18 @@ def card(given: object) -> str:
     return "" if text == HERE else text
 
 
-def _machine(devices: Sequence[Device]) -> str:
+def here() -> tuple[Device, ...]:
+    """The GPUs of this machine, or the card that the environment has it stand for."""
+    with suppress(UserError):  # the panel says so
+        planned = cards.planned(gpu=Settings.from_environment().gpu)
+        return cards.visible() if planned is None else (planned,)
+    return cards.visible()
+
+
+def _machine(devices: Sequence[Device], lang: str | None) -> str:
     """The GPUs of this machine in a few words."""
+    if devices and devices[0].planned:
+        return say("planned", lang, name=devices[0].name)
     names = dict.fromkeys(device.name for device in devices)
     counted = (f"{sum(device.name == name for device in devices)} x {name}" for name in names)
     return ", ".join(counted) or "CPU"

@@ -9,7 +9,7 @@ import gradio as gr
 from gradio.layouts import Form
 from llamafactory.webui.locales import LOCALES
 
-from llamafactory_preflight import device, presets
+from llamafactory_preflight import presets
 from llamafactory_preflight.board import adapter, menu, panel, start
 from llamafactory_preflight.board.actions import Actions
 from llamafactory_preflight.board.labels import LABELS
@@ -104,7 +104,7 @@ def build(engine: Any) -> Page:
 
 
 def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
-    tier = menu.suggested(available, device.visible())
+    tier = menu.suggested(available, menu.here())
     ours: dict[str, Any] = {}
     with gr.Column(elem_id="preflight") as ours["frame"]:
         with gr.Row():

@@ -111,8 +111,15 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "아래 중 하나면 들어갑니다. 누르면 입력됩니다:",
         "次のどれか一つで収まります。クリックすると入力されます:",
     ),
+    "only_remedy": (
+        "It fits with this. A click sets the fields:",
+        "Поместится с этим изменением. Щелчок заполнит поля:",
+        "采用以下修改即可放下，点击即填入：",
+        "이렇게 하면 들어갑니다. 누르면 입력됩니다:",
+        "次の変更で収まります。クリックすると入力されます:",
+    ),
     "remedy": (
-        "{set} → {size}; costs {costs}",
+        "{set} → {size}; costs: {costs}",
         "{set} → {size}; цена: {costs}",
         "{set} → {size}；代价：{costs}",
         "{set} → {size}; 대가: {costs}",
