@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llamafactory_preflight import (
     arguments,
@@ -73,7 +73,8 @@ def check(
         UserError: A file, an argument or an amount is faulty, or there is neither a GPU nor one to plan for.
     """
     origin = _origin(source)
-    given = dict(source) if isinstance(source, Mapping) else arguments.read(_path(source), overrides)
+    file = "-" if isinstance(source, Mapping) or source == "-" else Path(source)
+    given = dict(source) if isinstance(source, Mapping) else arguments.read(file, overrides)
     if isinstance(source, Mapping) and overrides:
         raise UserError("Overrides go with a file, not with a mapping")
     planned = cards.planned(gpu=gpu, free=free)
@@ -291,10 +292,6 @@ def judge_with_host(
     if decisive is None:
         return answer
     return verdict.with_host(answer, estimate.host_bytes, budget_bytes=host_budget_bytes)
-
-
-def _path(source: Path | str) -> Path | Literal["-"]:
-    return "-" if source == "-" else Path(source)
 
 
 def _origin(source: Mapping[str, Any] | Path | str) -> str:

@@ -7,14 +7,12 @@ as text.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import fsdp, judged, schema
-from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight import fsdp, json_argument, judged, schema
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.software import Software
@@ -243,9 +241,9 @@ def _implied(
 def _converted(name: str, annotation: str, value: Any) -> Any:
     """One argument as `RunDescription` holds it."""
     if name == "deepspeed":
-        return _json(value, "deepspeed", "DeepSpeed")
+        return json_argument.read(value, "deepspeed", "DeepSpeed")
     if name == "fsdp_config":
-        return _json(value, "fsdp_config", "FSDP")
+        return json_argument.read(value, "fsdp_config", "FSDP")
     if name == "fsdp" and isinstance(value, bool):
         return "full_shard" if value else None
     if annotation.startswith("tuple"):
@@ -272,25 +270,6 @@ def _converted(name: str, annotation: str, value: Any) -> Any:
         what = phrase("`{name}` is {value}, which is more than anything can hold", name=name, value=repr(value))
         raise UserError(what)
     return number
-
-
-def _json(value: Any, argument: str, kind: str) -> dict[str, Any] | None:
-    """A configuration that an argument holds, or the file that it names."""
-    if value is None or isinstance(value, dict):
-        return value or None
-    try:
-        text = str(value) if str(value).startswith("{") else Path(str(value)).read_text(encoding="utf-8")
-        loaded = json.loads(text)
-    except FileNotFoundError:
-        what = phrase("The {kind} file {value} does not exist", kind=kind, value=value)
-    except (OSError, ValueError, RecursionError) as error:
-        why = words(error)
-        what = phrase("The {kind} file {value} is not readable JSON: {why}", kind=kind, value=value, why=why)
-    else:
-        if isinstance(loaded, dict):
-            return loaded
-        what = phrase("The {kind} file {value} holds no JSON object", kind=kind, value=value)
-    raise UserError(what, where=f"`{argument}`")
 
 
 def _together(problems: list[UserError], origin: str) -> UserError:
