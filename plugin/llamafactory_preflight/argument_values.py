@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight import json_argument
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.phrases import phrase
 
 
@@ -31,9 +30,9 @@ def converted(name: str, annotation: str, value: Any) -> Any:
         UserError: The value cannot be one of that type, or no run could start with it.
     """
     if name == "deepspeed":
-        return _json_object(value, "deepspeed", "DeepSpeed")
+        return json_argument.read(value, "deepspeed", "DeepSpeed")
     if name == "fsdp_config":
-        return _json_object(value, "fsdp_config", "FSDP")
+        return json_argument.read(value, "fsdp_config", "FSDP")
     if name == "fsdp" and isinstance(value, bool):
         return "full_shard" if value else None
     if annotation.startswith("tuple"):
@@ -60,22 +59,3 @@ def converted(name: str, annotation: str, value: Any) -> Any:
         what = phrase("`{name}` is {value}, which is more than anything can hold", name=name, value=repr(value))
         raise UserError(what)
     return number
-
-
-def _json_object(value: Any, argument: str, kind: str) -> dict[str, Any] | None:
-    """A configuration that an argument holds, or the file that it names."""
-    if value is None or isinstance(value, dict):
-        return value or None
-    try:
-        text = str(value) if str(value).startswith("{") else Path(str(value)).read_text(encoding="utf-8")
-        loaded = json.loads(text)
-    except FileNotFoundError:
-        what = phrase("The {kind} file {value} does not exist", kind=kind, value=value)
-    except (OSError, ValueError, RecursionError) as error:
-        why = words(error)
-        what = phrase("The {kind} file {value} is not readable JSON: {why}", kind=kind, value=value, why=why)
-    else:
-        if isinstance(loaded, dict):
-            return loaded
-        what = phrase("The {kind} file {value} holds no JSON object", kind=kind, value=value)
-    raise UserError(what, where=f"`{argument}`")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from llamafactory_preflight import (
     arguments,
@@ -74,7 +74,8 @@ def check(
         UserError: A file, an argument or an amount is faulty, or there is neither a GPU nor one to plan for.
     """
     origin = _origin(source)
-    given = dict(source) if isinstance(source, Mapping) else arguments.read(_path(source), overrides)
+    file = "-" if isinstance(source, Mapping) or source == "-" else Path(source)
+    given = dict(source) if isinstance(source, Mapping) else arguments.read(file, overrides)
     if isinstance(source, Mapping) and overrides:
         raise UserError("Overrides go with a file, not with a mapping")
     planned = cards.planned(gpu=gpu, free=free)
@@ -287,10 +288,6 @@ def judge_with_host(
     """As `judge`; a card's verdict stands only as far as main memory lets it."""
     answer, budget = judge(estimate, decisive, host_budget_bytes), host_budget_bytes if decisive is not None else None
     return verdict.with_host(answer, estimate.host_bytes, budget_bytes=budget)
-
-
-def _path(source: Path | str) -> Path | Literal["-"]:
-    return "-" if source == "-" else Path(source)
 
 
 def _origin(source: Mapping[str, Any] | Path | str) -> str:
