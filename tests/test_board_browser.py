@@ -247,7 +247,7 @@ def test_a_training_runs_to_its_end_and_is_measured(page: board.BoardPage, folde
     page.preset("CPU / any", "cpu_smoke")
     page.press("Start", until="^Finished", timeout=200)
     assert (folder / "saves" / "cpu_smoke" / "adapter_model.safetensors").is_file()
-    told = page.page.get_by_text("Last run: predicted")
+    told = page.page.get_by_text("Last run, main memory: predicted")
     told.wait_for()
     found = re.search(r"predicted ([\d.]+) GiB, measured ([\d.]+) GiB \(([+-][\d.]+)%\)", told.inner_text())
     assert found is not None, told.inner_text()

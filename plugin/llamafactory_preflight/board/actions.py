@@ -255,4 +255,6 @@ def _measured(predicted: Mapping[str, Any], measured: Mapping[str, Any], lang: s
     foretold = predicted["peak_allocated_bytes"] if on_gpu else predicted["host_bytes"]
     found = measured["peak_allocated_bytes"] if on_gpu else measured["host_peak_bytes"]
     difference = f"{(found - foretold) / foretold:+.1%}"
-    return say("measured", lang, predicted=report.size(foretold), measured=report.size(found), difference=difference)
+    what = say("gpu_peak" if on_gpu else "main_memory", lang)
+    sizes = {"predicted": report.size(foretold), "measured": report.size(found)}
+    return say("measured", lang, what=what, **sizes, difference=difference)

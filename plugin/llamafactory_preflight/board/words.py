@@ -102,6 +102,7 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
         "{name}, {num}개 각각",
         "{name}、{num} 枚それぞれ",
     ),
+    "gpu_peak": ("GPU peak", "пик GPU", "显存峰值", "GPU 최대", "GPU のピーク"),
     "this_machine": ("This machine", "Этот компьютер", "本机", "이 컴퓨터", "このマシン"),
     # remedies and changes
     "remedies": (
@@ -156,11 +157,11 @@ TEXTS: Mapping[str, tuple[str, ...]] = {
     ),
     "whole_output": ("Whole output", "Весь вывод", "完整输出", "전체 출력", "出力全文"),
     "measured": (
-        "Last run: predicted {predicted}, measured {measured} ({difference}).",
-        "Последний запуск: прогноз {predicted}, измерено {measured} ({difference}).",
-        "上次训练：预测 {predicted}，实测 {measured}（{difference}）。",
-        "지난 실행: 예측 {predicted}, 측정 {measured} ({difference}).",
-        "前回の実行: 予測 {predicted}、実測 {measured}（{difference}）。",
+        "Last run, {what}: predicted {predicted}, measured {measured} ({difference}).",
+        "Последний запуск, {what}: прогноз {predicted}, измерено {measured} ({difference}).",
+        "上次训练，{what}：预测 {predicted}，实测 {measured}（{difference}）。",
+        "지난 실행, {what}: 예측 {predicted}, 측정 {measured} ({difference}).",
+        "前回の実行、{what}: 予測 {predicted}、実測 {measured}（{difference}）。",
     ),
     # template
     "template_right": (
