@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerControl, TrainerState
 
 from llamafactory_preflight.watch import snapshot
 from llamafactory_preflight.watch.blocks import KINDS, Marks, Timeline, timeline
+from llamafactory_preflight.watch.callback import MemoryWatch
+from llamafactory_preflight.watch.snapshot import StepSnapshot
+from llamafactory_preflight.watch.state import State
 
 
 GIB = 2**30
@@ -92,3 +98,37 @@ def test_table_and_picture_are_written(seen: Timeline, tmp_path: Path) -> None:
     file = tmp_path / "step_3.png"
     snapshot.picture(seen, file, title="GPU memory of step 3")
     assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+class Slow(StepSnapshot):
+    """One that takes its time, and cannot begin a second step."""
+
+    def begin(self, model: torch.nn.Module) -> None:
+        time.sleep(0.2)
+        if self.step == 2:
+            raise OSError("no space left")
+
+
+def watching(step: int, folder: Path) -> MemoryWatch:
+    watch = MemoryWatch(State(), expected_bytes=lambda: None, beside=[])
+    watch._snapshot = Slow(step, folder)
+    watch.on_step_begin(None, TrainerState(global_step=step - 1), TrainerControl(), model=torch.nn.Linear(2, 2))
+    return watch
+
+
+def test_the_time_that_a_snapshot_takes_was_asked_for_and_counts_apart(tmp_path: Path) -> None:
+    watch = watching(1, tmp_path)
+    assert not watch.is_broken and watch.state.watch_seconds < 0.1
+
+
+def test_a_snapshot_that_fails_fails_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = watching(2, tmp_path)
+    assert not watch.is_broken and watch._snapshot is None
+    assert "no memory snapshot (OSError: no space left)" in capsys.readouterr().err
+
+
+def test_a_step_that_never_came_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = watching(1, tmp_path)
+    assert watch._snapshot is not None
+    watch.on_train_end(None, TrainerState(global_step=4), TrainerControl())
+    assert "no memory snapshot: step 1 did not come, the last was 4" in capsys.readouterr().err

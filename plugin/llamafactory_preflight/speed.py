@@ -131,7 +131,8 @@ def _micro_batch(run: RunDescription, shape: ModelShape, load: Work, card: Speed
 def _head(run: RunDescription, shape: ModelShape, load: Work, card: Speed) -> float:
     """The output layer and the loss: forward, and the gradient of the hidden states."""
     logits = load.tokens * shape.vocab_size
-    moved = logits * 4 * (LOGIT_PASSES_LIGER if run.enable_liger_kernel else LOGIT_PASSES)
+    fused = run.enable_liger_kernel and run.stage in ("pt", "sft")  # the others need the logits themselves
+    moved = logits * 4 * (LOGIT_PASSES_LIGER if fused else LOGIT_PASSES)
     products = 2 if run.finetuning_type in ADAPTERS else 3
     return products * 2 * logits * shape.hidden_size / (card.operations * REACHED) + moved / card.bytes
 

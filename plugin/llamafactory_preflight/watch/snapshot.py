@@ -39,7 +39,6 @@ class StepSnapshot:
 
     def begin(self, model: torch.nn.Module) -> None:
         """Before the step."""
-        self._model = model
         for name, parameter in model.named_parameters():
             kind = "adapters" if "lora_" in name or "oft_" in name else "weights"
             self._named[parameter.data_ptr()] = (kind, name)
@@ -49,6 +48,7 @@ class StepSnapshot:
             self._handles.append(module.register_forward_pre_hook(self._enter(name or "model")))
             self._handles.append(module.register_forward_hook(self._leave, always_call=True))
         torch.cuda.memory._record_memory_history(max_entries=MOST_ENTRIES, stacks="python")
+        self._model = model
 
     def before_optimizer(self) -> None:
         """Gradients are complete."""
