@@ -138,7 +138,7 @@ def small_cgroup() -> Iterator[Path]:
     group = CGROUP / f"preflight_test_{os.getpid()}"
     try:
         group.mkdir()
-        (group / "memory.limit_in_bytes").write_text(str(2200 * 2**20))
+        (group / "memory.limit_in_bytes").write_text(str(2800 * 2**20))
     except OSError as error:
         pytest.skip(f"no memory cgroup can be made here ({error.strerror}): it takes root and version 1")
     yield group
