@@ -28,7 +28,7 @@ from llamafactory_preflight.units import GIB
 SLIDER = Element(kind="slider", value=100, minimum=10, maximum=5000, whole=True)
 TEXT = Element(kind="text", value="100000")
 MENU = Element(kind="menu", value="none", choices=("none", "8", "4"), custom=False)
-SMALL_CARD = "12GiB"  # most presets do not fit it, so that the panel looks for remedies, too
+SMALL_CARD = "12GiB"  # most presets do not fit it
 PANEL_SECONDS = 0.2
 LIST = Element(kind="menu", value=[], custom=True, several=True)
 

@@ -8,6 +8,7 @@ from typing import Any
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory.quantization import BROUGHT_BACK
 from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.zero import ZeroPlan
 
@@ -35,7 +36,11 @@ def refuse_model(run: RunDescription, shape: ModelShape, *, serves: bool = False
     method, sharder = shape.quantization_method, None if serves else _sharder(run)
     if sharder and method is not None and method not in BROUGHT_BACK:
         raise UserError(
-            f"LLaMA-Factory refuses {sharder} for a checkpoint that is quantized already ({method})",
+            phrase(
+                "LLaMA-Factory refuses {sharder} for a checkpoint that is quantized already ({method})",
+                sharder=sharder,
+                method=method,
+            ),
             where="model_name_or_path",
             next_step="Take the unquantized checkpoint, with `quantization_bit: 4` if it has to be small",
         )
@@ -50,10 +55,17 @@ def _precision(run: RunDescription) -> Iterator[UserError]:
         written = _enabled(run.deepspeed, name)
         if written is not None and written != "auto" and bool(written) is not asked:
             yield UserError(
-                f"The DeepSpeed JSON has `{name}.enabled: {str(written).lower()}` and the arguments have "
-                f"`{name}: {str(asked).lower()}`, which transformers refuses once the weights are loaded",
+                phrase(
+                    "The DeepSpeed JSON has `{name}.enabled: {written}` and the arguments have `{name}: {asked}`, "
+                    "which transformers refuses once the weights are loaded",
+                    name=name,
+                    written=str(written).lower(),
+                    asked=str(asked).lower(),
+                ),
                 where="deepspeed",
-                next_step=f'Write "auto" there, or set {name}={str(bool(written)).lower()}',
+                next_step=phrase(
+                    'Write "auto" there, or set {name}={value}', name=name, value=str(bool(written)).lower()
+                ),
             )
     if run.pure_bf16 and _stage(run.deepspeed) == 3:
         yield UserError("LLaMA-Factory refuses `pure_bf16` under ZeRO-3", next_step="Take `bf16: true` instead")
@@ -71,7 +83,8 @@ def _sharding(run: RunDescription) -> Iterator[UserError]:
         and not (run.quantization_method == "bnb" and run.quantization_bit == 4)
     ):
         kind = f"`quantization_method: {run.quantization_method}` with `quantization_bit: {run.quantization_bit}`"
-        yield UserError(f"LLaMA-Factory refuses {kind} under {sharder}", next_step="Take bnb with 4 bit, or ZeRO-2")
+        what = phrase("LLaMA-Factory refuses {kind} under {sharder}", kind=kind, sharder=sharder)
+        yield UserError(what, next_step="Take bnb with 4 bit, or ZeRO-2")
 
 
 def _sharder(run: RunDescription) -> str | None:

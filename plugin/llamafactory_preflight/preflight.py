@@ -116,6 +116,7 @@ def examine(
     count_images: Callable[[int], Counted | None] | None = None,
     launcher: Mapping[str, str] | None = None,
     trains: bool = True,
+    proposes: bool = True,
     find: Callable[..., hub.ModelSource] = hub.find,
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
@@ -123,7 +124,8 @@ def examine(
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
     it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. `launcher`
     holds what `accelerate launch` would set, where it is not the environment that tells. Without `trains` the
-    arguments may also be those of `chat`, `api` or `export`. `find` stands in for the search for the model.
+    arguments may also be those of `chat`, `api` or `export`. Without `proposes` no remedies are
+    looked for, which takes longer than the rest. `find` stands in for the search for the model.
 
     Raises:
         UserError: An argument is faulty.
@@ -205,7 +207,7 @@ def examine(
         images=source,
         serves=serves,
     )
-    if not serves:
+    if proposes and not serves:
         result = replace(result, remedies=_remedies(result, length=length, env=env))
     surroundings = findings.Surroundings(
         environ=env,

@@ -107,12 +107,22 @@ class Actions:
         }
 
     def refresh(self, data: Data, request: gr.Request) -> Updates:
-        """Something changed: the memory panel, the remedies and the template check."""
+        """Something changed: the memory panel and the template check."""
+        return self._refreshed(data, request, proposes=False)
+
+    def refresh_again(self, data: Data, request: gr.Request) -> Updates:
+        """After `refresh`: once more with what takes longer, the hub's answer and the remedies."""
+        if not session.of(request).is_unfinished:
+            return {self.ours["panel"]: gr.update()}
+        MODELS.wait()
+        return self._refreshed(data, request, proposes=True)
+
+    def _refreshed(self, data: Data, request: gr.Request, *, proposes: bool) -> Updates:
         current, values, lang = session.of(request), self._values(data), self._lang(data)
         buttons: list[str] = []
-        current.remedies, current.is_asking = (), False
+        current.remedies, current.is_unfinished = (), False
         try:
-            shown, buttons = self._looked(values, data, current)
+            shown, buttons = self._looked(values, data, current, proposes=proposes)
         except UserError as error:
             shown = panel.message("faulty", lang, error.text)
         except Exception as error:
@@ -130,13 +140,6 @@ class Actions:
             self.ours["changes"]: gr.update(value=_as_table(last[0], lang)) if last else gr.update(),
             **self._template(values, lang),
         }
-
-    def refresh_when_answered(self, data: Data, request: gr.Request) -> Updates:
-        """After `refresh`: once more when the hub has answered."""
-        if not session.of(request).is_asking:
-            return {self.ours["panel"]: gr.update()}
-        MODELS.wait()
-        return self.refresh(data, request)
 
     def sample_soon(self, lang: str) -> Any:
         """A sample was asked for."""
@@ -164,18 +167,19 @@ class Actions:
             return gr.update(visible=False)
         return gr.update(value=panel.page(f"<p>{escape(text)}</p>"), visible=True)
 
-    def _looked(self, values: Values, data: Data, current: Session) -> tuple[str, list[str]]:
+    def _looked(self, values: Values, data: Data, current: Session, *, proposes: bool) -> tuple[str, list[str]]:
         lang = self._lang(data)
         if not values[fields.MODEL_PATH]:
             return panel.message("no_model", lang), []
         arguments = adapter.as_sent(self.board.parse(values))
-        looked = look(arguments, card=menu.card(data[self.ours["card"]]), num_cards=data[self.ours["num_cards"]])
+        card, num_cards = menu.card(data[self.ours["card"]]), data[self.ours["num_cards"]]
+        looked = look(arguments, card=card, num_cards=num_cards, proposes=proposes)
+        current.is_unfinished = looked.asking or (looked.may_have_remedies and not proposes)
         if looked.asking:
-            current.is_asking = True
             return panel.message("asking", lang), []
         proposed = looked.result.remedies[: len(self.ours["remedies"])]
         current.remedies = tuple(remedy.set for remedy in proposed)
-        return panel.panel(looked.result, lang), [panel.remedy(remedy, lang) for remedy in proposed]
+        return panel.panel(looked.result, lang, proposes=proposes), [panel.remedy(remedy, lang) for remedy in proposed]
 
     def _template(self, values: Values, lang: str | None) -> Updates:
         given, said, button = str(values[fields.TEMPLATE]), self.ours["template_words"], self.ours["template_use"]

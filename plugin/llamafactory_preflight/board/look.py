@@ -32,14 +32,20 @@ class Look:
     result: Result
     asking: bool
 
+    @property
+    def may_have_remedies(self) -> bool:
+        """Whether a second look is worth its time."""
+        return self.result.device is not None and self.result.verdict.word in ("tight", "will_not_fit")
 
-def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None) -> Look:
+
+def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None, proposes: bool = False) -> Look:
     """Tells what a run will take.
 
     Args:
         arguments: As the board would pass them to the training.
         card: A card to plan for, as `--gpu` takes it; empty for this machine, as the training will find it.
         num_cards: How many of them; empty for all of this machine, or one that is planned for.
+        proposes: Whether remedies are looked for.
 
     Raises:
         UserError: An argument or the card makes no sense.
@@ -66,6 +72,7 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None)
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         environ=environ,
+        proposes=proposes,
         find=find,
     )
     return Look(result=result, asking=asking)

@@ -74,7 +74,7 @@ class Page:
         changes = [item.change for item in (*watched, ours["card"], ours["num_cards"])]
         gr.on(changes, None, js=DEBOUNCE, **QUIET)
         seen = ours["tick"].click(actions.refresh, every, shows, trigger_mode="always_last", **raw)
-        seen.then(actions.refresh_when_answered, every, shows, **raw)
+        seen.then(actions.refresh_again, every, shows, **raw)
         ours["sample"].click(actions.sample_soon, [inputs["top.lang"]], [ours["sample_view"]], **QUIET).then(
             actions.sample, every, [ours["sample_view"]], preprocess=False, show_progress="hidden", show_api=False
         )

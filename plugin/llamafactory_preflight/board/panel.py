@@ -57,12 +57,12 @@ STYLE = """<style>
 </style>"""
 
 
-def panel(result: Result, lang: str | None) -> str:
-    """The panel of a run, in the board's language."""
+def panel(result: Result, lang: str | None, *, proposes: bool) -> str:
+    """The panel of a run, in the board's language; with `proposes` remedies were looked for."""
     lines = [_verdict(result, lang)]
     if result.estimate is not None:
         lines += _bar(result, lang)
-    if result.verdict.word == "will_not_fit" and result.device is not None and not result.remedies:
+    if proposes and result.verdict.word == "will_not_fit" and result.device is not None and not result.remedies:
         lines.append(f"<p>{escape(say('no_remedy', lang))}</p>")
     lines += [f"<p>{escape(told(finding, lang))}</p>" for finding in result.findings]
     return page("".join(lines))

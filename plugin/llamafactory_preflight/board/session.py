@@ -54,7 +54,7 @@ class Session:
         chosen: Values that a preset put there, so that they are no choice of the user's.
         asked: The command that would not fit and that the user was asked about.
         remedies: What the buttons below the panel set.
-        is_asking: Whether the hub was asked and had not answered when the panel was drawn.
+        is_unfinished: Whether the hub had not answered, or remedies were not looked for, when the panel was drawn.
     """
 
     awaited: dict[str, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
@@ -63,7 +63,7 @@ class Session:
     chosen: Values = field(default_factory=dict)
     asked: str = ""
     remedies: tuple[Mapping[str, Any], ...] = ()
-    is_asking: bool = False
+    is_unfinished: bool = False
 
     def expect(self, values: Values, before: Values | None = None) -> None:
         """Notes what the board's handlers shall answer when the browser reports the elements just filled.
