@@ -25,7 +25,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,22 +162,19 @@ def arguments(case: dict[str, Any]) -> dict[str, Any]:
     return args | {"dataset": dataset}
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Runs one case in this process and returns what it took."""
-    import torch
-    from llamafactory.train import tuner
-    from transformers import Trainer, TrainerCallback
+def peaks() -> Callable[[], float]:
+    """Makes a function that returns the highest peak in GiB since its last call, whoever reset torch's mark meanwhile.
 
-    kept = ("id", "model", "args", "images", "cap_gib", "env", "ranks", "accelerate")
-    result: dict[str, Any] = {key: case[key] for key in kept if key in case}
+    DeepSpeed does while it prepares. Without a GPU the peak is 0.
+    """
+    import torch
+
     marks: list[int] = []
     reset = torch.cuda.reset_peak_memory_stats
 
     def reset_noting_peak(*args: Any) -> None:
         marks.append(torch.cuda.max_memory_allocated())
         reset(*args)
-
-    torch.cuda.reset_peak_memory_stats = reset_noting_peak  # DeepSpeed resets it while it prepares
 
     def peak() -> float:
         if not torch.cuda.is_available():
@@ -187,6 +184,20 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         reset()
         marks.clear()
         return round(value, 4)
+
+    torch.cuda.reset_peak_memory_stats = reset_noting_peak
+    return peak
+
+
+def run_case(case: dict[str, Any]) -> dict[str, Any]:
+    """Runs one case in this process and returns what it took."""
+    import torch
+    from llamafactory.train import tuner
+    from transformers import Trainer, TrainerCallback
+
+    kept = ("id", "model", "args", "images", "cap_gib", "env", "ranks", "accelerate")
+    result: dict[str, Any] = {key: case[key] for key in kept if key in case}
+    peak = peaks()
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

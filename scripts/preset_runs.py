@@ -139,21 +139,7 @@ def _train(run: Run, rank: int) -> dict[str, Any]:
     turn = _Turn(run.timed and rank == 0)
     counted = _count(packed=bool(run.arguments.get("neat_packing"))) if run.counts else ()
 
-    marks: list[int] = []
-    reset = torch.cuda.reset_peak_memory_stats
-
-    def reset_noting_peak(*args: Any) -> None:
-        marks.append(torch.cuda.max_memory_allocated())
-        reset(*args)
-
-    torch.cuda.reset_peak_memory_stats = reset_noting_peak  # DeepSpeed resets it while it prepares
-
-    def peak() -> float:
-        torch.cuda.synchronize()
-        value = max([*marks, torch.cuda.max_memory_allocated()]) / GIB
-        reset()
-        marks.clear()
-        return round(value, 4)
+    peak = measure_runs.peaks()
 
     class Watch(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
