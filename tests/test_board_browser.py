@@ -280,7 +280,9 @@ def test_what_was_trained_is_evaluated_chatted_with_and_exported(page: board.Boa
     page.tab("Export")
     page.type("Export dir", "saves/exported")
     page.page.locator("button:visible", has_text="Export").last.click()  # the first one is the tab's
-    page.settle()
+    page.page.wait_for_function(
+        "[...document.querySelectorAll('textarea')].some(box => box.value.startsWith('Model exported'))"
+    )
     assert (folder / "saves" / "exported" / "model.safetensors").is_file()
 
 
