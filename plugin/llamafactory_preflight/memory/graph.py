@@ -68,9 +68,10 @@ class Graph:
         backward: Callable[[Storage, tuple[Storage, ...]], Gradients],
     ) -> Tensor:
         """Puts `out` into the graph if a gradient is wanted by any input."""
-        if self.grad_enabled and any(x.node is not None for x in inputs):
+        parents = tuple([x.node for x in inputs])
+        if self.grad_enabled and parents.count(None) < len(parents):
             self._clock += 1
-            out.node = Node(self._clock, tuple(x.node for x in inputs), saved, backward)
+            out.node = Node(self._clock, parents, saved, backward)
             if self.saved_hook is not None and saved:
                 self.saved_hook(out.node)
         return out
@@ -120,6 +121,8 @@ class Graph:
 
     def hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
         """The same tensor behind a function whose backward runs a hook."""
+        if not self.grad_enabled or x.node is None:
+            return x.detach()
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             hook()

@@ -215,7 +215,7 @@ class ShardedEstimator(Estimator):
         Under stage 3 the first one fetches nothing ahead, and those of later steps begin with parameters let go.
         """
         step = (False, True) if self.run.gradient_accumulation_steps > 1 else (True,)
-        return step if self.plan.stage < 3 else step * (4 // len(step))
+        return step if self.plan.stage < 3 else step * 2
 
     def _gradients(
         self, ledger: Ledger, rank: int

@@ -67,6 +67,7 @@ class Coordinator:
     ) -> None:
         self.ledger, self.plan, self.world, self.item = ledger, plan, world, item
         self.states = {parameter.key: _Gathered(parameter, plan, world) for parameter in everything}
+        self.members = {key: self._members(key) for key in self.states}
         self.visits: list[tuple[_Gathered, ...]] = []
         self.complete = False
         self.step_number = self.num_available = 0
@@ -96,14 +97,18 @@ class Coordinator:
 
     def enter(self, module: str, key: Key) -> None:
         """fetch_sub_module: gathers what the module needs, and what comes next."""
-        members = self._members(key)
+        members = self.members[key]
         if module in BORROWERS and key not in self.borrowed:  # nobody knows yet that it will read this weight
             self._pass(members)
             return
-        self._gather([state for state in members if not state.available and state.handle is None])
+        missing = [state for state in members if not state.available and state.handle is None]
+        if missing:
+            self._gather(missing)
+        user = module, key
         for state in members:
-            state.active.add((module, key))
-            self._wait(state)
+            state.active.add(user)
+            if state.handle is not None:
+                self._wait(state)
         self._pass(members)
 
     def enter_container(self) -> None:
@@ -119,7 +124,7 @@ class Coordinator:
 
     def leave(self, module: str, key: Key) -> None:
         """release_sub_module."""
-        for state in self._members(key):
+        for state in self.members[key]:
             state.active.discard((module, key))
             if state.available and not state.active and (not self.complete or self._may_go(module, state)):
                 self._release(state)
@@ -149,7 +154,9 @@ class Coordinator:
 
     def gather_persistent(self) -> None:
         """After it: small parameters stay gathered."""
-        self._gather([state for state in self.states.values() if state.persists])
+        persistent = [state for state in self.states.values() if state.persists]
+        if persistent:
+            self._gather(persistent)
         for state in self.states.values():
             self._wait(state)
 
@@ -160,22 +167,24 @@ class Coordinator:
         return (self.states[key],) if bias is None else (self.states[key], bias)
 
     def _prefetch(self, members: Sequence[_Gathered]) -> None:
-        needed = [state for state in members if self.fetched.get(state, NEVER) < self.step_number]
+        queue, fetched = self.queue, self.fetched
+        needed = sum(fetched.get(state, NEVER) < self.step_number for state in members)
         passed: set[_Gathered] = set()
-        while self.queue and len(passed) < len(needed):
-            state, number = self.queue.popleft()
-            self.fetched[state] = number
+        while queue and len(passed) < needed:
+            state, number = queue.popleft()
+            fetched[state] = number
             passed.add(state)
         room = min(self.plan.max_live_parameters - self.num_available, self.plan.prefetch_bucket_size)
         ahead: list[_Gathered] = []
         numel = 0
-        while self.queue and numel < room:
-            state, number = self.queue.popleft()
-            self.fetched[state] = max(self.fetched.get(state, NEVER), number)
+        while queue and numel < room:
+            state, number = queue.popleft()
+            fetched[state] = max(fetched.get(state, NEVER), number)
             if not state.available and state.handle is None and state not in ahead:
                 ahead.append(state)
                 numel += state.numel
-        self._gather(ahead)
+        if ahead:
+            self._gather(ahead)
 
     def _may_go(self, module: str, state: _Gathered) -> bool:
         """What __params_to_release says of a module at a point of the step, and says again in every later step."""
@@ -200,8 +209,6 @@ class Coordinator:
 
     def _gather(self, states: Sequence[_Gathered]) -> None:
         """all_gather_coalesced: with one rank a copy from main memory, or none at all."""
-        if not states:
-            return
         self.num_available += sum(state.numel for state in states)
         if self.world == 1:
             for state in states:
