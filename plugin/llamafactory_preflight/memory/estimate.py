@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 from llamafactory_preflight.errors import Unmodelled
@@ -46,8 +49,19 @@ def estimate(
         Unmodelled: The run takes a path that no formula here covers.
     """
     refuse(run, shape, software, images)
-    shape = shape.under(software)
-    card, ranks = card or Card(), ranks or Ranks()
+    with _without_collector():
+        return _estimate(run, shape.under(software), software, card or Card(), length, ranks or Ranks(), images)
+
+
+def _estimate(
+    run: RunDescription,
+    shape: ModelShape,
+    software: Software,
+    card: Card,
+    length: int | None,
+    ranks: Ranks,
+    images: Images | None,
+) -> MemoryEstimate:
     if run.deepspeed is not None:
         return ShardedEstimator(run, shape, software, card, length, ranks).result()
     if run.fsdp_plan is not None:
@@ -59,3 +73,15 @@ def estimate(
         return found
     least = Estimator(run, shape, software, card, length, ranks).result()
     return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Spares looking for cycles: there are none, as every storage must go with its last reference."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

@@ -168,13 +168,18 @@ class Coordinator:
 
     def _prefetch(self, members: Sequence[_Gathered]) -> None:
         queue, fetched = self.queue, self.fetched
-        needed = sum(fetched.get(state, NEVER) < self.step_number for state in members)
-        passed: set[_Gathered] = set()
-        while queue and len(passed) < needed:
-            state, number = queue.popleft()
-            fetched[state] = number
-            passed.add(state)
+        needed = 0
+        for state in members:
+            needed += fetched.get(state, NEVER) < self.step_number
+        if needed:
+            passed: set[_Gathered] = set()
+            while queue and len(passed) < needed:
+                state, number = queue.popleft()
+                fetched[state] = number
+                passed.add(state)
         room = min(self.plan.max_live_parameters - self.num_available, self.plan.prefetch_bucket_size)
+        if room <= 0:
+            return
         ahead: list[_Gathered] = []
         numel = 0
         while queue and numel < room:
