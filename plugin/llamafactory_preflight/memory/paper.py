@@ -23,6 +23,8 @@ LARGE_ALLOCATION = 10 * 2**20
 SEGMENT_UNIT = 2 * 2**20
 UNSPLIT_REST = 2**20
 LEAF_ORDER = 1 << 60
+Booking = tuple[str, int]
+"""A component and the bytes that it gets, or gives back where they are below zero."""
 
 
 class Ledger:
@@ -31,12 +33,16 @@ class Ledger:
     Args:
         expandable_segments: Whether the allocator runs with them; without, a large block comes in segments of 2 MiB
             and keeps a remainder of up to 1 MiB, which counts as allocated.
+
+    Attributes:
+        bookings: What is booked from now on, or None where nobody wants to know.
     """
 
-    __slots__ = ("at_peak", "expandable_segments", "live", "parts", "peak")
+    __slots__ = ("at_peak", "bookings", "expandable_segments", "live", "parts", "peak")
 
     def __init__(self, *, expandable_segments: bool) -> None:
         self.expandable_segments = expandable_segments
+        self.bookings: list[Booking] | None = None
         self.live = self.peak = 0
         self.parts = dict.fromkeys(COMPONENTS, 0)
         self.at_peak = self.parts.copy()
@@ -54,6 +60,14 @@ class Ledger:
         mark, split = self.peak, self.at_peak
         self.peak, self.at_peak = self.live, self.parts.copy()
         return mark, split
+
+    def book(self, bookings: Iterable[Booking]) -> None:
+        """Books again what a list holds, in its order."""
+        for component, size in bookings:
+            self.parts[component] += size
+            self.live += size
+            if self.live > self.peak:
+                self.peak, self.at_peak = self.live, self.parts.copy()
 
 
 class Storage:
@@ -73,10 +87,15 @@ class Storage:
         ledger.live += size
         if ledger.live > ledger.peak:
             ledger.peak, ledger.at_peak = ledger.live, ledger.parts.copy()
+        if ledger.bookings is not None:
+            ledger.bookings.append((component, size))
 
     def __del__(self) -> None:
-        self.ledger.live -= self.size
-        self.ledger.parts[self.component] -= self.size
+        ledger = self.ledger
+        ledger.live -= self.size
+        ledger.parts[self.component] -= self.size
+        if ledger.bookings is not None:
+            ledger.bookings.append((self.component, -self.size))
 
 
 class Tensor:

@@ -10,6 +10,7 @@ from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.estimator import Estimator
+from llamafactory_preflight.memory.module_recording import Recorder, Recording
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
@@ -24,6 +25,7 @@ from llamafactory_preflight.zero import ZeroPlan
 OVERFLOW_BYTES = 11
 """An element: a float32 copy, three masks and a second float32 copy (_has_inf_or_nan); nothing from 0.19.6 on."""
 Phase = tuple[int, dict[str, int]]
+Gradients = WholeGradients | PartitionedGradients | ShardedGradients
 
 
 class ShardedEstimator(Estimator):
@@ -185,22 +187,25 @@ class ShardedEstimator(Estimator):
         gradients, coordinator = self._gradients(ledger, rank)
         busy: Phase = (0, {})
         later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
+        recordings: dict[bool, Recording] = {}
         for gradients.boundary in self._micro_steps():
-            ops = Ops(ledger, autocast_dtype=None)
-            if coordinator is not None:
-                coordinator.begin_forward()
-                ops.modules = coordinator
-            builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
-            self._run(ops, builder, self.batch)
-            gradients.end_backward()
-            if coordinator is not None:
-                if self.recent:
-                    coordinator.release_leftovers()
-                if gradients.boundary:
-                    coordinator.release_all()
-                    busy = max(busy, ledger.take_peak(), key=_size)
-                    later = later if later.size else Storage(ledger, states, "optimizer")
-                    coordinator.gather_persistent()
+            if coordinator is None:
+                self._follow(ledger, gradients, None)
+                continue
+            coordinator.begin_forward()
+            if gradients.boundary in recordings:
+                recordings[gradients.boundary].repeat(ledger)
+            else:
+                recorder = Recorder(ledger, coordinator)
+                self._follow(ledger, gradients, recorder)
+                recordings[gradients.boundary] = recorder.finish()
+            if self.recent:
+                coordinator.release_leftovers()
+            if gradients.boundary:
+                coordinator.release_all()
+                busy = max(busy, ledger.take_peak(), key=_size)
+                later = later if later.size else Storage(ledger, states, "optimizer")
+                coordinator.gather_persistent()
         busy = max(busy, ledger.take_peak(), key=_size)
         if coordinator is not None:
             coordinator.release_all()
@@ -208,6 +213,14 @@ class ShardedEstimator(Estimator):
         stepping = ledger.take_peak()
         del held
         return busy, stepping
+
+    def _follow(self, ledger: Ledger, gradients: Gradients, modules: Recorder | None) -> None:
+        """One micro-step."""
+        ops = Ops(ledger, autocast_dtype=None)
+        ops.modules = modules
+        builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
+        self._run(ops, builder, self.batch)
+        gradients.end_backward()
 
     def _micro_steps(self) -> Sequence[bool]:
         """Whether each of the micro-steps that are looked at is the last of its step.
@@ -217,9 +230,7 @@ class ShardedEstimator(Estimator):
         step = (False, True) if self.run.gradient_accumulation_steps > 1 else (True,)
         return step if self.plan.stage < 3 else step * 2
 
-    def _gradients(
-        self, ledger: Ledger, rank: int
-    ) -> tuple[WholeGradients | PartitionedGradients | ShardedGradients, Coordinator | None]:
+    def _gradients(self, ledger: Ledger, rank: int) -> tuple[Gradients, Coordinator | None]:
         world, plan = self.ranks.world, self.plan
         if plan.stage == 0:
             return WholeGradients(ledger, self.trained, item=self.item), None
