@@ -40,6 +40,7 @@ def one_gib_and_a_mib_a_token(
     software: Software,
     card: Card,
     length: int | None = None,
+    eval_length: int | None = None,
     ranks: object = None,
     images: object = None,
 ) -> MemoryEstimate:

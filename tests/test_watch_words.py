@@ -47,7 +47,7 @@ def run(**settings: Any) -> RunDescription:
 def case(shorted: Shortage, state: State, *, budget: int, **others: Any) -> explain.Case:
     given: dict[str, Any] = {
         "shortage": shorted, "state": state, "phase": "forward_backward", "result": looked_at(run(), "8b", budget),
-        "budget_bytes": budget, "room_bytes": None, "length": None, "output_dir": None,
+        "budget_bytes": budget, "room_bytes": None, "length": None, "eval_length": None, "output_dir": None,
     }  # fmt: skip
     return explain.Case(**(given | others))
 

@@ -74,7 +74,7 @@ def data(
 
     Args:
         given: The arguments by name.
-        longest: The longest sample of the training set.
+        longest: The longest sample of the training set, and of those that are evaluated.
         count_images: Counts the tokens of images in it.
         speaks: Whether this process is the one that reports.
 
@@ -82,7 +82,10 @@ def data(
         SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
     """
     settings = Settings.from_environment()
-    result = looked_at(given, settings, stage="process", length=longest.tokens, count_images=count_images)
+    result = looked_at(
+        given, settings, stage="process", length=longest.tokens, eval_length=longest.eval_tokens,
+        count_images=count_images,
+    )  # fmt: skip
     if speaks:
         for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
             print(f"llamafactory-preflight: {report.finding_line(finding)}", file=sys.stderr, flush=True)
@@ -101,6 +104,7 @@ def looked_at(
     *,
     stage: Literal["launcher", "process"],
     length: int | None = None,
+    eval_length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
 ) -> Result:
     """A preflight of this run on this machine, or on the card that is planned for."""
@@ -114,6 +118,7 @@ def looked_at(
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,
+        eval_length=eval_length,
         count_images=count_images,
     )
 
@@ -123,5 +128,5 @@ def _fits_when_short(result: Result) -> bool:
     if result.run.packing or result.shape is None:
         return False
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    estimate = preflight.predictor(result, length=length)(result.run)
+    estimate = preflight.predictor(result, length=length, eval_length=length)(result.run)
     return preflight.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"

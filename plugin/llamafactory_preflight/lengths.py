@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from llamafactory_preflight.images import Counted
@@ -21,20 +21,32 @@ class Longest:
         tokens: Its length; of a pair, that of the longer half.
         index: Its number in the data set as it is trained on, from 0.
         num_samples: Samples in all.
+        eval_tokens: The same as `tokens` of the evaluation sets; None where there are none, or it cannot be told.
     """
 
     tokens: int
     index: int
     num_samples: int
+    eval_tokens: int | None = None
 
 
 def longest(dataset_module: Mapping[str, Any]) -> Longest | None:
-    """Looks through the training set that LLaMA-Factory's get_dataset returned.
+    """Looks through the data sets that LLaMA-Factory's get_dataset returned.
 
     Returns:
         The longest sample, or None where that cannot be told beforehand: streamed data, or no training set.
     """
-    dataset: Any = dataset_module.get("train_dataset")
+    found = _longest_of(dataset_module.get("train_dataset"))
+    if found is None:
+        return None
+    evaluated = dataset_module.get("eval_dataset")  # several, by name, with eval_on_each_dataset
+    sets = evaluated.values() if isinstance(evaluated, Mapping) else (evaluated,)
+    tokens = [each.tokens if each is not None else None for each in map(_longest_of, sets)]
+    known = [number for number in tokens if number is not None]
+    return replace(found, eval_tokens=max(known) if known and len(known) == len(tokens) else None)
+
+
+def _longest_of(dataset: Any) -> Longest | None:
     names = [name for name in COLUMNS if name in (getattr(dataset, "column_names", None) or ())]
     if not names or not hasattr(dataset, "select_columns") or not hasattr(dataset, "__len__"):
         return None

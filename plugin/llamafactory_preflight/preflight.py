@@ -113,6 +113,7 @@ def examine(
     environ: Mapping[str, str] | None = None,
     exact: bool = False,
     length: int | None = None,
+    eval_length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
     launcher: Mapping[str, str] | None = None,
     trains: bool = True,
@@ -122,16 +123,17 @@ def examine(
     """Looks at one run on given devices; without any, as a run on the CPU.
 
     `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
-    it is known; the cutoff stands for it until then. `count_images` then looks for a token in the data. `launcher`
-    holds what `accelerate launch` would set, where it is not the environment that tells. Without `trains` the
-    arguments may also be those of `chat`, `api` or `export`. Without `proposes` no remedies are
-    looked for, which takes longer than the rest. `find` stands in for the search for the model.
+    it is known, and `eval_length` that of what is evaluated; the cutoff stands for them until then. `count_images`
+    then looks for a token in the data. `launcher` holds what `accelerate launch` would set, where it is not the
+    environment that tells. Without `trains` the arguments may also be those of `chat`, `api` or `export`. Without
+    `proposes` no remedies are looked for, which takes longer than the rest. `find` stands in for the search for the
+    model.
 
     Raises:
         UserError: An argument is faulty.
     """
     env = os.environ if environ is None else environ
-    software = Software.installed()
+    software, lengths = Software.installed(), {"length": length, "eval_length": eval_length}
     resolved_arguments, resolved = paths.resolve(given, beside=beside)
     run = from_arguments(
         resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
@@ -182,7 +184,7 @@ def examine(
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
                 estimate = memory.estimate(
-                    placed, shape, software=software, card=card, length=length, ranks=ranks, images=pictures
+                    placed, shape, software=software, card=card, ranks=ranks, images=pictures, **lengths
                 )
         if decisive is not None and decisive.kind != "cuda":
             estimate = verdict.widened(estimate)
@@ -208,7 +210,7 @@ def examine(
         serves=serves,
     )
     if proposes and not serves:
-        result = replace(result, remedies=_remedies(result, length=length, env=env))
+        result = replace(result, remedies=_remedies(result, env=env, **lengths))
     surroundings = findings.Surroundings(
         environ=env,
         num_gpus=len(devices),
@@ -231,7 +233,7 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         ) from None
 
 
-def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> tuple[remedies.Remedy, ...]:
+def _remedies(result: Result, *, env: Mapping[str, str], **lengths: int | None) -> tuple[remedies.Remedy, ...]:
     """Changes with which the run fits the deciding card for certain; none where it does as it is."""
     if result.device is None or result.shape is None or result.estimate is None or fits(result, result.estimate):
         return ()
@@ -239,13 +241,15 @@ def _remedies(result: Result, *, length: int | None, env: Mapping[str, str]) -> 
         result.run,
         result.shape.model_type,
         software=result.software,
-        predict=predictor(result, length=length, env=env),
+        predict=predictor(result, env=env, **lengths),
         fits=lambda estimate: fits(result, estimate),
         shards=machine.deepspeed_files(result.software, len(result.devices), env=env),
     )
 
 
-def predictor(result: Result, *, length: int | None = None, env: Mapping[str, str] | None = None) -> remedies.Predict:
+def predictor(
+    result: Result, *, length: int | None = None, eval_length: int | None = None, env: Mapping[str, str] | None = None
+) -> remedies.Predict:
     """Predicts changed versions of a run, with images; what main memory does not hold is unmodelled, if it is new."""
     shape, source = result.shape, result.images
     assert shape is not None and result.estimate is not None
@@ -258,7 +262,7 @@ def predictor(result: Result, *, length: int | None = None, env: Mapping[str, st
 
     def predict(changed: RunDescription) -> memory.MemoryEstimate:
         images = source.of(changed, length) if source is not None else None
-        estimate = known(changed, length=length, ranks=ranks, images=images)
+        estimate = known(changed, length=length, eval_length=eval_length, ranks=ranks, images=images)
         if most is not None and estimate.host_bytes > most:
             raise Unmodelled("Main memory does not hold what it would move there")
         return estimate

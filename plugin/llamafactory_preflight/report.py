@@ -53,10 +53,13 @@ def second_look(result: Result, longest: Longest, *, stops: bool) -> str:
     """What the tokenized data makes of the verdict: one sentence, and the remedies where it does not fit."""
     assert result.device is not None and result.estimate is not None
     needed = verdict.needed_bytes(result.estimate, context_bytes=result.device.context_bytes)
-    batch = result.run.per_device_train_batch_size
+    phases, batch = result.estimate.phases, f"A batch of {result.run.per_device_train_batch_size} as long"
+    if phases["evaluate"] == max(phases.values()):
+        length = longest.eval_tokens or result.run.cutoff_len
+        batch = f"An evaluation of {result.run.per_device_eval_batch_size} with {length} tokens at once"
     sentence = (
         f"llamafactory-preflight: the longest of {longest.num_samples} samples is number {longest.index} with "
-        f"{longest.tokens} tokens. A batch of {batch} as long needs {size(needed)}, and "
+        f"{longest.tokens} tokens. {batch} needs {size(needed)}, and "
         f"{size(result.device.free_bytes)} are free: {TITLES[result.verdict.word]}."
     )
     seen = [message(finding) for finding in result.findings if finding.id == "images"]

@@ -83,7 +83,7 @@ def widened(estimate: MemoryEstimate) -> MemoryEstimate:
     error = round(estimate.peak_allocated_bytes * UNMEASURED_ERROR)
     return replace(
         estimate,
-        low_bytes=min(estimate.low_bytes, estimate.peak_allocated_bytes - error),
+        low_bytes=min(estimate.low_bytes, max(0, estimate.peak_allocated_bytes - error)),
         high_bytes=max(estimate.high_bytes, estimate.peak_allocated_bytes + error),
     )
 

@@ -58,9 +58,11 @@ def training_batch(
     return _batch(run, run.per_device_train_batch_size, vision, length, images, prefetched=count)
 
 
-def evaluation_batch(run: RunDescription, vision: VisionShape | None = None, images: Images | None = None) -> Batch:
+def evaluation_batch(
+    run: RunDescription, vision: VisionShape | None = None, length: int | None = None, images: Images | None = None
+) -> Batch:
     """The batch of one evaluation step: its size is an argument of its own, 8 by default."""
-    return _batch(run, run.per_device_eval_batch_size, vision, None, images, prefetched=1)
+    return _batch(run, run.per_device_eval_batch_size, vision, length, images, prefetched=1)
 
 
 def adds_dummy_image(run: RunDescription, vision: VisionShape | None, images: Images | None = None) -> bool:

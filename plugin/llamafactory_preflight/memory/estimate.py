@@ -31,6 +31,7 @@ def estimate(
     software: Software,
     card: Card | None = None,
     length: int | None = None,
+    eval_length: int | None = None,
     ranks: Ranks | None = None,
     images: Images | None = None,
 ) -> MemoryEstimate:
@@ -42,6 +43,7 @@ def estimate(
         software: Installed versions: the default optimizer and the layout of experts depend on them.
         card: The card; by default an Ampere one with expandable segments.
         length: Tokens of the longest sample, if it is known to be shorter than the cutoff.
+        eval_length: The same for what is evaluated.
         ranks: How many processes train together; by default one.
         images: The images of a sample, or None for text.
 
@@ -63,15 +65,15 @@ def _estimate(
     images: Images | None,
 ) -> MemoryEstimate:
     if run.deepspeed is not None:
-        return ShardedEstimator(run, shape, software, card, length, ranks).result()
+        return ShardedEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     if run.fsdp_plan is not None:
         if ranks.world == 1:
             raise Unmodelled("FSDP shares a model among several processes, and this run has one")
-        return fsdp.estimate(run, shape, software, card, length, ranks)
-    found = Estimator(run, shape, software, card, length, ranks, images).result()
+        return fsdp.estimate(run, shape, software, card, length, ranks, eval_length)
+    found = Estimator(run, shape, software, card, length, ranks, images, eval_length).result()
     if images is None or images.exact:
         return found
-    least = Estimator(run, shape, software, card, length, ranks).result()
+    least = Estimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))
 
 

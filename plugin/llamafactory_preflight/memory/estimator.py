@@ -33,6 +33,7 @@ class Estimator:
         length: Tokens of the longest sample, if known.
         ranks: How many processes train together.
         images: The images of a sample, or None for text.
+        eval_length: Tokens of the longest sample that is evaluated, if known.
     """
 
     def __init__(
@@ -44,9 +45,10 @@ class Estimator:
         length: int | None,
         ranks: Ranks,
         images: Images | None = None,
+        eval_length: int | None = None,
     ) -> None:
         self.run, self.shape, self.software, self.card, self.ranks = run, shape, software, card, ranks
-        self.images = images
+        self.images, self.eval_length = images, eval_length
         self.batch = training_batch(run, shape.vision, length, images)
         self.precision = precision(run, shape)
         self.block = Ledger(expandable_segments=card.expandable_segments).block
@@ -128,7 +130,7 @@ class Estimator:
             return 0
         ledger, held = self.ledger(gradients=False)
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        batch = evaluation_batch(self.run, self.shape.vision, self.images)
+        batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
         builder = Builder(self.run, self.shape, ops, fresh_gradients=True)
         with ops.no_grad():
             if self.run.predict_with_generate:

@@ -33,10 +33,16 @@ Phase = tuple[int, dict[str, int]]
 
 
 def estimate(
-    run: RunDescription, shape: ModelShape, software: Software, card: Card, length: int | None, ranks: Ranks
+    run: RunDescription,
+    shape: ModelShape,
+    software: Software,
+    card: Card,
+    length: int | None,
+    ranks: Ranks,
+    eval_length: int | None = None,
 ) -> MemoryEstimate:
     """Predicts a run under FSDP."""
-    return _FsdpEstimator(run, shape, software, card, length, ranks).result()
+    return _FsdpEstimator(run, shape, software, card, length, ranks, eval_length).result()
 
 
 class _UncachedOps(Ops):
@@ -51,9 +57,16 @@ class _FsdpEstimator(Estimator):
     """An estimate under way, for a run under FSDP."""
 
     def __init__(
-        self, run: RunDescription, shape: ModelShape, software: Software, card: Card, length: int | None, ranks: Ranks
+        self,
+        run: RunDescription,
+        shape: ModelShape,
+        software: Software,
+        card: Card,
+        length: int | None,
+        ranks: Ranks,
+        eval_length: int | None,
     ) -> None:
-        super().__init__(run, shape, software, card, length, ranks)
+        super().__init__(run, shape, software, card, length, ranks, eval_length=eval_length)
         assert run.fsdp_plan is not None
         self.plan: FsdpPlan = run.fsdp_plan
         kind, linears = quantization(run, shape), parameters.layer_linears(shape)
@@ -200,7 +213,7 @@ class _FsdpEstimator(Estimator):
         held = [Storage(ledger, size, name) for name, size in self._resting().items()]
         units = self._units(ledger)
         ops = _UncachedOps(ledger, autocast_dtype=self.precision.autocast)
-        batch = evaluation_batch(self.run, self.shape.vision, self.images)
+        batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
         with ops.no_grad():
             units.begin_forward()
             step.evaluation_step(ops, self._model(ops, units, batch), batch.tokens)

@@ -90,7 +90,7 @@ def bounds(
         phases=phases,
         components=dict.fromkeys(COMPONENTS, 0) | dict(components),
         peak_allocated_bytes=peak,
-        low_bytes=peak - error,
+        low_bytes=max(0, peak - error),
         high_bytes=peak + error,
         slack_bytes=_SLACK if card.expandable_segments else _SLACK + int(peak * _FRAGMENTS),
         host_bytes=host,

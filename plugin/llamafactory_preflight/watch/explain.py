@@ -58,6 +58,7 @@ class Case:
         budget_bytes: What this process could have in all: of the card with its CUDA context, or of main memory.
         room_bytes: What it can still have of main memory.
         length: Tokens of the longest sample that the remedies must hold for, or None for the cutoff.
+        eval_length: The same for what is evaluated.
         output_dir: Of the run.
     """
 
@@ -68,6 +69,7 @@ class Case:
     budget_bytes: int | None
     room_bytes: int | None
     length: int | None
+    eval_length: int | None
     output_dir: str | None
 
 
@@ -243,7 +245,7 @@ def _remedies(case: Case) -> tuple[Remedy, ...]:
         result.run if device is not None else replace(result.run, use_cpu=True),
         result.shape.model_type,
         software=result.software,
-        predict=preflight.predictor(result, length=case.length),
+        predict=preflight.predictor(result, length=case.length, eval_length=case.eval_length),
         fits=fits,
     )
 

@@ -100,10 +100,12 @@ class Training:
             sentence = lookalikes.sentence(shortage.said(error))
             return "\n".join(explain.wrapped(f"llamafactory-preflight: {sentence}")) if sentence else None
         phase = shortage.phase_of(error, self.state.phase)
-        length = self._length()
-        if phase in ("forward_backward", "evaluate") and self.state.current is not None:
+        length, eval_length = self._length(), self._eval_length()
+        if phase == "forward_backward" and self.state.current is not None:
             length = self.state.current.tokens
-        result = self._looked_at(length)
+        if phase == "evaluate" and self.state.current is not None:
+            eval_length = self.state.current.tokens
+        result = self._looked_at(length, eval_length)
         self.result = self.result or result
         if short.where == "gpu":  # it may have run out before the Trainer was there to tell
             self.state.on_gpu = True
@@ -121,12 +123,13 @@ class Training:
             budget_bytes=budget,
             room_bytes=room,
             length=length,
+            eval_length=eval_length,
             output_dir=self.output_dir,
         )
         return explain.on_gpu(case) if short.where == "gpu" else explain.on_host(case)
 
     def _expected_bytes(self) -> int | None:
-        self.result = self._looked_at(self._length())
+        self.result = self._looked_at(self._length(), self._eval_length())
         if self.result is None or self.result.estimate is None:
             return None
         return self.result.estimate.high_bytes if self.state.on_gpu else None
@@ -134,8 +137,13 @@ class Training:
     def _length(self) -> int | None:
         return self.longest.tokens if self.longest is not None and not self.given.get("packing") else None
 
-    def _looked_at(self, length: int | None) -> Result | None:
-        return guard.looked_at(self.given, Settings.from_environment(), stage="process", length=length)
+    def _eval_length(self) -> int | None:
+        return self.longest.eval_tokens if self.longest is not None and not self.given.get("packing") else None
+
+    def _looked_at(self, length: int | None, eval_length: int | None) -> Result | None:
+        return guard.looked_at(
+            self.given, Settings.from_environment(), stage="process", length=length, eval_length=eval_length
+        )
 
     def _write(self, ranks: list[dict[str, Any]]) -> None:
         assert self.output_dir is not None
