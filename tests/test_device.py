@@ -12,6 +12,7 @@ import pytest
 from llamafactory_preflight import device
 from llamafactory_preflight.device import Device, Process, Survey, choice, processes, torch_build
 from llamafactory_preflight.device import driver as driver_state
+from llamafactory_preflight.device.planned import sold_alike
 from llamafactory_preflight.device.torch_build import TorchBuild
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB
@@ -399,7 +400,7 @@ def test_the_smallest_decides(driver: Driver) -> None:
 def test_a_card_by_name(gpu: str) -> None:
     card = device.planned(gpu=gpu)
     assert card is not None
-    assert card.free_bytes == card.total_bytes == int(23.6 * GIB)
+    assert card.free_bytes == card.total_bytes == int(23.5 * GIB)
 
 
 @pytest.mark.parametrize(
@@ -462,3 +463,15 @@ def test_the_context_of_a_large_card_is_what_was_measured() -> None:
     assert h200 is not None and small is not None
     assert h200.context_bytes == pytest.approx(0.67 * GIB, rel=0.01)
     assert small.context_bytes < h200.context_bytes
+
+
+def test_a_size_that_cards_are_sold_with_stands_for_those_which_have_less() -> None:
+    def alike(gpu: str, free: str | None = None) -> dict[str, float]:
+        card = device.planned(gpu=gpu, free=free)
+        assert card is not None
+        return {name: round(size / GIB, 1) for name, size in sold_alike(card).items()}
+
+    assert alike("48GiB") == alike("48 GB") == {"l40s": 44.4}
+    assert alike("24GB") == {"a10": 22.1, "l4": 22.1, "rtx3090": 23.6, "rtx4090": 23.5}
+    assert alike("rtx4090") == alike("23GiB") == alike("24GiB", free="22GiB") == {}
+    assert all(0.9 < card.gib / card.sold_gb < 1 for card in device.CARDS.values())

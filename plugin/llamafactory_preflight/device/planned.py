@@ -13,33 +13,41 @@ from llamafactory_preflight.units import GIB, parse_memory
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A card by name: total memory in GiB as torch reports it, commonly seen; the smaller one where reports differ."""
+    """A card by name.
+
+    Attributes:
+        gib: Total memory in GiB as torch reports it, commonly seen; the smaller one where reports differ.
+        sold_gb: What it is sold with: the driver keeps some, and error correction takes a sixteenth of GDDR.
+        compute_capability: Major and minor, or None.
+        kind: What torch would use it as.
+    """
 
     gib: float
+    sold_gb: int
     compute_capability: tuple[int, int] | None = None
     kind: Kind = "cuda"
 
 
 CARDS = {
-    "rtx3060": Card(11.8, (8, 6)),
-    "rtx4070": Card(11.99, (8, 9)),
-    "t4": Card(14.6, (7, 5)),
-    "rtx4060ti": Card(15.7, (8, 9)),
-    "rtx4080": Card(15.7, (8, 9)),
-    "v100": Card(15.8, (7, 0)),
-    "a10": Card(22.1, (8, 6)),
-    "l4": Card(22.1, (8, 9)),
-    "rtx3090": Card(23.6, (8, 6)),
-    "rtx4090": Card(23.6, (8, 9)),
-    "rtx5090": Card(31.4, (12, 0)),
-    "v100-32gb": Card(31.7, (7, 0)),
-    "a100-40gb": Card(39.4, (8, 0)),
-    "l40s": Card(44.4, (8, 9)),
-    "a100": Card(79.1, (8, 0)),
-    "h100": Card(79.1, (9, 0)),
-    "h200": Card(139.8, (9, 0)),
-    "910b": Card(60.9, kind="npu"),
-    "mi300x": Card(191.9, kind="rocm"),
+    "rtx3060": Card(11.8, 12, (8, 6)),
+    "rtx4070": Card(11.99, 12, (8, 9)),
+    "t4": Card(14.6, 16, (7, 5)),
+    "rtx4060ti": Card(15.7, 16, (8, 9)),
+    "rtx4080": Card(15.7, 16, (8, 9)),
+    "v100": Card(15.8, 16, (7, 0)),
+    "a10": Card(22.1, 24, (8, 6)),
+    "l4": Card(22.1, 24, (8, 9)),
+    "rtx3090": Card(23.6, 24, (8, 6)),
+    "rtx4090": Card(23.5, 24, (8, 9)),
+    "rtx5090": Card(31.4, 32, (12, 0)),
+    "v100-32gb": Card(31.7, 32, (7, 0)),
+    "a100-40gb": Card(39.4, 40, (8, 0)),
+    "l40s": Card(44.4, 48, (8, 9)),
+    "a100": Card(79.1, 80, (8, 0)),
+    "h100": Card(79.1, 80, (9, 0)),
+    "h200": Card(139.8, 141, (9, 0)),
+    "910b": Card(60.9, 64, kind="npu"),
+    "mi300x": Card(191.9, 192, kind="rocm"),
 }
 
 
@@ -64,6 +72,17 @@ def planned(*, gpu: str | None, free: str | None = None, where: str = "--gpu") -
     card = card or Device(name=f"{free} free", total_bytes=usable, free_bytes=None, planned=True)
     # `--free` is the allocator's share; the context comes on top of it.
     return replace(card, free_bytes=usable + card.context_bytes)
+
+
+def sold_alike(device: Device) -> dict[str, int]:
+    """Bytes that torch reports, by name, of the cards that are sold with just the size that was planned for."""
+    if not device.planned or device.total_bytes is None or device.free_bytes != device.total_bytes:
+        return {}
+    return {
+        name: int(card.gib * GIB)
+        for name, card in CARDS.items()
+        if card.sold_gb * GIB == device.total_bytes and card.kind == device.kind
+    }
 
 
 def _card(text: str, where: str) -> Device:

@@ -6,7 +6,7 @@ import platform
 from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight import host
-from llamafactory_preflight.device import Device, Process
+from llamafactory_preflight.device import Device, Process, sold_alike
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -32,6 +32,22 @@ def card(run: RunDescription, device: Device, software: Software, *, fits: bool 
         )
     if device.taken_bytes > BUSY_BYTES:
         yield _in_use(device, fits=fits)
+
+
+def as_sold(device: Device, high_bytes: int) -> Iterator[Finding]:
+    """A card has less than it is sold with; that is told where a run may not get by with what is left."""
+    alike = sold_alike(device)
+    if alike and high_bytes > min(alike.values()):
+        yield Finding(
+            id="less-than-sold",
+            severity="info",
+            message=phrase(
+                "Cards sold with this size have less for torch, as little as {least}: {names}. Plan for one by its "
+                "name.",
+                names=", ".join(alike),
+            ),
+            amounts={"least": min(alike.values())},
+        )
 
 
 def has_flash_attention_2(device: Device) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from llamafactory_preflight import verdict
 from llamafactory_preflight.checkpoint_size import Checkpoint
 from llamafactory_preflight.disk import Need
 from llamafactory_preflight.findings import arguments, disk, hardware, host, packages, vision
@@ -70,4 +71,7 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
         if estimate is not None:
             yield from packages.sharing(run, software, num_gpus=around.num_gpus, fits=fits)
         yield from hardware.card(run, device, software, fits=fits)
+        if estimate is not None:
+            high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)[1]
+            yield from hardware.as_sold(device, high)
         yield from hardware.windows(run, fits=fits, environ=around.environ)
