@@ -74,8 +74,8 @@ def test_one_sample_too_long_is_named_before_the_weights_load(train: Any, tmp_pa
 def test_one_sample_too_long_to_evaluate_is_told_before_the_weights_load(train: Any, tmp_path: Path) -> None:
     (tmp_path / "long").mkdir()
     write_data(tmp_path / "long", [900])
-    evaluated = {key: value for key, value in EVALUATED.items() if key != "val_size"}
-    done = train([8] * 4, card="2GiB", eval_dataset="long", also={"long": {"file_name": "long/rows.json"}}, **evaluated)
+    evaluated = EVALUATED | {"val_size": 0, "eval_dataset": "long"}
+    done = train([8] * 4, card="2GiB", also={"long": {"file_name": "long/rows.json"}}, **evaluated)
     assert done.returncode == 1
     assert f"{SECOND} 4 samples is number 0 with" in done.stderr
     assert "An evaluation of 4 with 9" in done.stderr and "Stopped before loading the weights" in done.stderr

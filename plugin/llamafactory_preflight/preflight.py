@@ -122,12 +122,10 @@ def examine(
 ) -> Result:
     """Looks at one run on given devices; without any, as a run on the CPU.
 
-    `here` is this machine's main memory, unless another is planned for. `length` is that of the longest sample, once
-    it is known, and `eval_length` that of what is evaluated; the cutoff stands for them until then. `count_images`
-    then looks for a token in the data. `launcher` holds what `accelerate launch` would set, where it is not the
-    environment that tells. Without `trains` the arguments may also be those of `chat`, `api` or `export`. Without
-    `proposes` no remedies are looked for, which takes longer than the rest. `find` stands in for the search for the
-    model.
+    `here` is this machine's main memory, unless another is planned for. `length` and `eval_length` are those of the
+    longest samples, once they are known; until then the cutoff. `count_images` looks for a token in the data.
+    `launcher` holds what `accelerate launch` would set, where the environment does not. Without `trains` the arguments
+    may be those of `chat`, `api` or `export`. Without `proposes` no remedies are sought. `find` finds the model.
 
     Raises:
         UserError: An argument is faulty.
