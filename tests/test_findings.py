@@ -357,13 +357,16 @@ def test_wsl_is_asked_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(told(hardware.windows(RunDescription(deepspeed=PINNED), fits=True, environ={}))) == ["wsl-pinned"]
 
 
-def test_several_gpus_without_deepspeed_are_told_of_it() -> None:
-    run = RunDescription(model_name_or_path="m", finetuning_type="full")
-    assert "deepspeed-would-share" in told(packages.sharing(run, Software(), num_gpus=2, fits=False))
-    installed = Software(deepspeed="0.18.4")
-    assert told(packages.sharing(run, installed, num_gpus=2, fits=False)) == {}
-    assert told(packages.sharing(run, Software(), num_gpus=1, fits=False)) == {}
-    assert told(packages.sharing(run, Software(), num_gpus=2, fits=True)) == {}
+def test_what_would_help_and_is_not_installed() -> None:
+    def of(software: Software, num_gpus: int, **settings: Any) -> set[str]:
+        run = RunDescription(model_name_or_path="m", **{"finetuning_type": "full"} | settings)
+        return set(told(packages.would_help(run, software, model_type="qwen3", num_gpus=num_gpus)))
+
+    liger, share, bits = "liger-kernel-would-help", "deepspeed-would-share", "bitsandbytes-would-help"
+    assert of(Software(), 2) == {liger, share}
+    assert of(Software(), 1) == of(Software(), 2, fsdp="full_shard auto_wrap") == {liger}
+    assert of(Software(), 1, finetuning_type="lora", enable_liger_kernel=True) == {bits}
+    assert of(Software(deepspeed="0.18.4", liger_kernel="0.8.5"), 2) == set()
 
 
 @pytest.mark.parametrize(

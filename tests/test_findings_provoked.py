@@ -209,6 +209,11 @@ def could_share(place: Place) -> None:
     place.devices = cards.planned(gpu="8GiB")
 
 
+def too_small_and_bare(place: Place) -> None:
+    place.has(software=Software(llamafactory="0.9.5", torch="2.9.1", transformers="5.6.0"))
+    place.devices = cards.planned(gpu="2GiB")
+
+
 def nvme(place: Place) -> None:
     deepspeed_missing(place)
     place.given = {"deepspeed": {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}}
@@ -235,6 +240,8 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "deepspeed-missing": deepspeed_missing,
     "deepspeed-too-new": deepspeed_too_new,
     "deepspeed-would-share": could_share,
+    "liger-kernel-would-help": too_small_and_bare,
+    "bitsandbytes-would-help": too_small_and_bare,
     "deepspeed-needs-torchrun": asks(deepspeed={"zero_optimization": {"stage": 2}}),
     "transformers-5.6.0-fa2": bad_pair,
     "libaio-missing": nvme,

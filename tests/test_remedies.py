@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import changes, memory, remedies, verdict
+from llamafactory_preflight import changes, memory, preflight, remedies, verdict
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.remedies import Remedy
@@ -43,15 +44,17 @@ SETTINGS: list[dict[str, Any]] = [
 FRACTIONS = (0.35, 0.6, 0.85)
 
 
-def shape(name: str) -> ModelShape:
+def model(name: str) -> dict[str, Any]:
     hidden, layers, heads, width, tied = SIZES[name]
-    return ModelShape.from_config(
-        {
-            "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
-            "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": width, "vocab_size": 151936,
-            "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
-        }
-    )  # fmt: skip
+    return {
+        "model_type": "qwen3", "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": width, "vocab_size": 151936,
+        "tie_word_embeddings": tied, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def shape(name: str) -> ModelShape:
+    return ModelShape.from_config(model(name))
 
 
 def arguments(settings: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -148,6 +151,18 @@ def test_nothing_is_proposed_that_needs_a_missing_package(missing: str, key: str
     bare = dataclasses.replace(SOFTWARE, **{missing: None})
     assert key in {name for change in changes.changes(run, "qwen3", software=SOFTWARE) for name in change.set}
     assert key not in {name for change in changes.changes(run, "qwen3", software=bare) for name in change.set}
+
+
+def test_bf16_is_never_proposed_to_a_card_that_lacks_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model("1.7b")))
+    given = {
+        "model_name_or_path": str(tmp_path), "do_train": True, "bf16": True, "finetuning_type": "full",
+        "enable_liger_kernel": True, "per_device_train_batch_size": 1,
+    }  # fmt: skip
+    looked = {gpu: preflight.check(given, gpu=gpu, host_ram="256GiB") for gpu in ("v100", "rtx4080")}
+    proposed = {gpu: any("pure_bf16" in remedy.set for remedy in result.remedies) for gpu, result in looked.items()}
+    assert proposed == {"v100": False, "rtx4080": True}
+    assert all(result.remedies for result in looked.values())
 
 
 def test_pissa_is_never_quantized() -> None:

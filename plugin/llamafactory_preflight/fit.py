@@ -42,6 +42,7 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
         fits=lambda estimate: preflight.fits(result, estimate),
         shards=machine.deepspeed_files(result.software, len(result.devices), env=os.environ),
         kept=kept,
+        has_bf16=result.device.is_ampere,
     )
     return found[0] if found else None
 

@@ -57,9 +57,8 @@ def check(
     Args:
         source: LLaMA-Factory arguments by name, or the path of a YAML or JSON file, or `-` for standard input.
         overrides: `key=value` items that win over the file, as on LLaMA-Factory's command line.
-        gpu: A card to plan for: its total memory as torch reports it (`24GiB`; GB and GiB both mean GiB), or a name
-            such as `rtx4090`. The CUDA context is subtracted. Without it, without `free` and `device`, what
-            LLAMAFACTORY_PREFLIGHT_GPU names.
+        gpu: A card to plan for: all its memory as torch reports it (`24GiB`; GB means GiB), the CUDA context included,
+            or its name (`rtx4090`). Without it, `free` and `device`: what LLAMAFACTORY_PREFLIGHT_GPU names.
         free: What the allocator may use on that card, context already left out (`21.5GiB`).
         device: Which visible GPU to look at; by default all, and the one with the least free memory decides.
         gpus: How many GPUs take part; by default all visible ones, or one for a planned card.
@@ -242,6 +241,7 @@ def _remedies(result: Result, *, env: Mapping[str, str], **lengths: int | None) 
         predict=predictor(result, env=env, **lengths),
         fits=lambda estimate: fits(result, estimate),
         shards=machine.deepspeed_files(result.software, len(result.devices), env=env),
+        has_bf16=result.device.is_ampere,
     )
 
 

@@ -55,6 +55,7 @@ def remedies(
     fits: Fits,
     shards: Sequence[DeepSpeedFile] = (),
     kept: frozenset[str] = frozenset(),
+    has_bf16: bool = True,
 ) -> tuple[Remedy, ...]:
     """Finds what makes a run fit.
 
@@ -66,6 +67,7 @@ def remedies(
         fits: Whether a prediction is within the budget for certain.
         shards: DeepSpeed files that several ranks could use, the least costly first.
         kept: Arguments that stay as they are, except for changes that cost nothing.
+        has_bf16: Whether the card computes in bf16.
 
     Returns:
         What costs nothing, if that suffices; else every single change that suffices with it, the least costly first;
@@ -73,7 +75,7 @@ def remedies(
     """
 
     def candidates(changed: RunDescription) -> Iterator[Change]:
-        found = changes(changed, model_type, software=software, shards=shards)
+        found = changes(changed, model_type, software=software, shards=shards, has_bf16=has_bf16)
         return (change for change in found if change.free or not kept & change.set.keys())
 
     search = _Search(run, predict, fits)

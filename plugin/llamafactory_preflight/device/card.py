@@ -12,6 +12,7 @@ from llamafactory_preflight.units import GIB, MIB
 
 Kind = Literal["cuda", "rocm", "npu", "mps"]
 
+AMPERE = (8, 0)
 CONTEXT_BY_TOTAL = ((60 * GIB, 686 * MIB), (28 * GIB, 560 * MIB), (0, 460 * MIB))
 """Bytes by the least total memory of a card: a CUDA context with cuBLAS, beside what torch's allocator holds.
 
@@ -56,6 +57,11 @@ class Device:
         """What one process takes beside its tensors."""
         # Apple's is main memory, and there the process counts as a whole.
         return 0 if self.kind == "mps" else context_of(self.total_bytes or 0)
+
+    @property
+    def is_ampere(self) -> bool:
+        """Whether it has bf16 and FlashAttention-2, as NVIDIA's cards do since Ampere; unless known, taken so."""
+        return self.compute_capability is None or self.compute_capability >= AMPERE
 
     @property
     def taken_bytes(self) -> int:

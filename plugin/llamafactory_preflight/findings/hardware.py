@@ -16,7 +16,6 @@ from llamafactory_preflight.units import GIB
 
 BUSY_BYTES = GIB
 SHOWN_PROCESSES = 5
-AMPERE = (8, 0)
 END_IT = "End it, or choose another card with CUDA_VISIBLE_DEVICES."
 
 
@@ -50,15 +49,10 @@ def as_sold(device: Device, high_bytes: int) -> Iterator[Finding]:
         )
 
 
-def has_flash_attention_2(device: Device) -> bool:
-    """Whether an NVIDIA card is of the generation that has FlashAttention-2 and bf16; unless known, it is taken so."""
-    return device.compute_capability is None or device.compute_capability >= AMPERE
-
-
 def _generation(
     run: RunDescription, device: Device, capability: tuple[int, int], software: Software
 ) -> Iterator[Finding]:
-    if not has_flash_attention_2(device):
+    if not device.is_ampere:
         if run.bf16 or run.pure_bf16:
             chosen = {name: False for name in ("bf16", "pure_bf16") if getattr(run, name)}
             yield Finding(

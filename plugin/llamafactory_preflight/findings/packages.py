@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 from llamafactory_preflight.device import Device
-from llamafactory_preflight.findings.hardware import has_flash_attention_2
+from llamafactory_preflight.model_shape import FAMILIES
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -42,9 +42,24 @@ def bad_pairs(software: Software, run: RunDescription | None = None) -> Iterator
         )
 
 
-def sharing(run: RunDescription, software: Software, *, num_gpus: int, fits: bool) -> Iterator[Finding]:
-    """What several GPUs could share out is proposed only where DeepSpeed is installed."""
-    if num_gpus > 1 and not fits and run.deepspeed is None and software.deepspeed is None:
+def would_help(run: RunDescription, software: Software, *, model_type: str, num_gpus: int) -> Iterator[Finding]:
+    """What a run that does not fit could use if it were installed: no remedy needs a package that is missing."""
+    family = FAMILIES.get(model_type)
+    if software.liger_kernel is None and not run.enable_liger_kernel and family is not None and family.liger:
+        yield Finding(
+            id="liger-kernel-would-help",
+            severity="info",
+            message="enable_liger_kernel=true lowers the peak at no cost, mostly that of the logits. It needs a "
+            "package: pip install liger-kernel",
+        )
+    if software.bitsandbytes is None and run.finetuning_type in ("lora", "oft") and run.quantization_bit is None:
+        yield Finding(
+            id="bitsandbytes-would-help",
+            severity="info",
+            message="quantization_bit=4 would load the base weights in 4 bit. It needs a package: "
+            "pip install bitsandbytes",
+        )
+    if num_gpus > 1 and run.deepspeed is None and run.fsdp_plan is None and software.deepspeed is None:
         yield Finding(
             id="deepspeed-would-share",
             severity="info",
@@ -85,7 +100,7 @@ def missing_packages(run: RunDescription, software: Software, device: Device | N
                 ),
             )
     # torch_npu brings its own; elsewhere LLaMA-Factory says so in one line of its log and goes on with the default.
-    has_use = device is None or (device.kind != "npu" and has_flash_attention_2(device))
+    has_use = device is None or (device.kind != "npu" and device.is_ampere)
     if run.flash_attn == "fa2" and software.flash_attn is None and has_use:
         yield Finding(
             id="flash-attn-missing",

@@ -68,8 +68,8 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from hardware.unusable(around.fault)
     if device is not None:
         fits = result.verdict.word == "fits"
-        if estimate is not None:
-            yield from packages.sharing(run, software, num_gpus=around.num_gpus, fits=fits)
+        if estimate is not None and not fits and not result.serves:
+            yield from packages.would_help(run, software, model_type=around.model_type, num_gpus=around.num_gpus)
         yield from hardware.card(run, device, software, fits=fits)
         if estimate is not None:
             high = verdict.need_bounds(estimate, context_bytes=device.context_bytes)[1]

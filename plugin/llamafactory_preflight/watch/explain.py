@@ -247,6 +247,7 @@ def _remedies(case: Case) -> tuple[Remedy, ...]:
         software=result.software,
         predict=preflight.predictor(result, length=case.length, eval_length=case.eval_length),
         fits=fits,
+        has_bf16=device is None or device.is_ampere,
     )
 
 
