@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import preflight, report
+from llamafactory_preflight import preflight, report, verdict
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, estimate, inference_estimate
 from llamafactory_preflight.memory.checkpointing import non_reentrant, reentrant
@@ -183,6 +183,26 @@ def test_components_add_up_to_the_peak_and_every_phase_is_named() -> None:
     assert found.phases.keys() == set(PHASES)
     assert found.low_bytes < found.peak_allocated_bytes < found.high_bytes
     assert found.tokens_per_step == 2 * 1024
+
+
+def test_the_bounds_of_a_tiny_model_stay_above_zero() -> None:
+    tiny = ModelShape.from_config(
+        {"model_type": "qwen3", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1000, "dtype": "bfloat16"}
+    )  # fmt: skip
+    found = estimate(replace(RUN, cutoff_len=64), tiny, software=SOFTWARE)
+    assert found.low_bytes == 0 < found.peak_allocated_bytes < found.high_bytes
+    assert verdict.widened(found).low_bytes == 0
+
+
+def test_what_is_evaluated_has_a_length_of_its_own() -> None:
+    run = replace(RUN, val_size=0.1, eval_strategy="steps", cutoff_len=4096)
+    cutoff, short, sample = (
+        estimate(run, shape(), software=SOFTWARE, length=100, eval_length=length).phases
+        for length in (None, 100, 3000)
+    )
+    assert cutoff["evaluate"] > sample["evaluate"] > 10 * short["evaluate"]
+    assert cutoff["forward_backward"] == short["forward_backward"] == sample["forward_backward"]
 
 
 def test_weights_gradients_and_states_of_full_tuning() -> None:

@@ -12,6 +12,7 @@ import pytest
 from llamafactory_preflight import changes, machine, memory, remedies
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
+from llamafactory_preflight.memory.host import PROCESS_BYTES, WORKER_BYTES
 from llamafactory_preflight.memory.offload import HostMemory
 from llamafactory_preflight.memory.paper import Ledger
 from llamafactory_preflight.memory.sharding import in_order
@@ -138,6 +139,30 @@ def test_what_is_offloaded_leaves_the_card_and_shows_in_main_memory() -> None:
     assert busy(plain) > busy(optimizer) > busy(both)
     assert plain.host_training_bytes < optimizer.host_training_bytes < both.host_training_bytes
     assert optimizer.components["optimizer"] == 0
+
+
+@pytest.mark.parametrize("deepspeed_plan", [None, deepspeed(2), deepspeed(3)], ids=["ddp", "zero2", "zero3"])
+def test_workers_of_the_data_loader_count_for_every_rank(deepspeed_plan: dict[str, Any] | None) -> None:
+    none, four = (predict(2, deepspeed=deepspeed_plan, dataloader_num_workers=workers) for workers in (0, 4))
+    assert four.host_training_bytes - none.host_training_bytes == 2 * 4 * WORKER_BYTES
+
+
+def test_workers_of_the_tokenization_are_gone_when_weights_load() -> None:
+    none, few, many = (predict(2, preprocessing_num_workers=number) for number in (None, 1, 256))
+    assert none.host_bytes == few.host_bytes < many.host_bytes
+    assert many.host_bytes == 2 * PROCESS_BYTES + 256 * WORKER_BYTES
+    assert many.host_training_bytes == none.host_training_bytes
+    assert predict(2, preprocessing_num_workers=256, streaming=True).host_bytes == none.host_bytes
+
+
+def test_zero_3_gathers_the_model_in_main_memory_to_save_it() -> None:
+    def saving(**more: Any) -> int:
+        found = predict(2, deepspeed=deepspeed(3, **more), cutoff_len=8)
+        return found.host_bytes - found.host_training_bytes
+
+    numel = sum(parameter.numel for parameter in in_order(RunDescription(finetuning_type="full"), _shape()))
+    assert saving(stage3_gather_16bit_weights_on_model_save=True) == pytest.approx(2 * numel, rel=0.01)
+    assert saving(stage3_gather_16bit_weights_on_model_save=False) == 0
 
 
 def test_a_rank_of_ddp_holds_buckets_beside_its_gradients() -> None:

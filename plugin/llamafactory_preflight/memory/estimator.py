@@ -9,7 +9,7 @@ from llamafactory_preflight.memory import dtypes, inference, optimizers, paramet
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
-from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_bytes, host_remarks
+from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_bytes, host_remarks, preprocessing_bytes
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
 from llamafactory_preflight.memory.precision import precision
@@ -215,7 +215,7 @@ class Estimator:
             components=split,
             exact=not any(by_size(self.run, self.shape)),
             card=self.card,
-            host=max(host.training, host.saving),
+            host=max(host.training, host.saving, preprocessing_bytes(self.run, self.ranks)),
             host_training=host.training,
             host_mapped=0 if self.run.use_cpu else self.mapped() + self.ranks.local * PROCESS_BYTES,
             nccl=NCCL_BYTES if self.ranks.world > 1 and not self.run.use_cpu else 0,

@@ -116,6 +116,12 @@ def workers_bytes(run: RunDescription) -> int:
     return run.dataloader_num_workers * WORKER_BYTES
 
 
+def preprocessing_bytes(run: RunDescription, ranks: Ranks) -> int:
+    """All processes here while one of them tokenizes with its workers, before any weights load."""
+    workers = 0 if run.streaming else run.preprocessing_num_workers or 0
+    return PROCESS_BYTES * ranks.local + workers * WORKER_BYTES
+
+
 def _paged_states(run: RunDescription, num_trained: int) -> int:
     kind = BITSANDBYTES.get(run.optim or "")
     if kind is None or not kind.paged:
