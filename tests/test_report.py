@@ -149,6 +149,7 @@ def test_faulty_input_has_the_same_keys() -> None:
         ("will_not_fit", "warning", 1),
         ("unknown", "info", 2),
         ("fits", "error", 2),
+        ("will_not_fit", "error", 2),
     ],
 )
 def test_exit_codes(word: str, severity: str, code: int) -> None:
