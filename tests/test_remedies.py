@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import changes, memory, preflight, remedies, verdict
+from llamafactory_preflight import changes, memory, paths, preflight, remedies, verdict
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.remedies import Remedy
@@ -127,6 +127,28 @@ def test_the_effective_batch_stays_as_it_was(cases: list[Case]) -> None:
     ]
     assert changed
     assert all(before == after for before, after in changed)
+
+
+def test_changes_come_in_the_order_of_what_they_cost() -> None:
+    full = RunDescription(
+        model_name_or_path="m", do_train=True, bf16=True, finetuning_type="full", optim="adamw_torch", cutoff_len=512,
+        disable_gradient_checkpointing=True, per_device_train_batch_size=2, val_size=0.1, eval_strategy="steps",
+    )  # fmt: skip
+    shards = changes.deepspeed_files(paths.pack_folder())
+
+    def names(run: RunDescription) -> list[str]:
+        found = changes.changes(run, "qwen3", software=SOFTWARE, shards=shards)
+        return [name for name, _ in itertools.groupby(next(iter(change.set)) for change in found)]
+
+    assert names(full) == [
+        "enable_liger_kernel", "optim", "per_device_eval_batch_size", "disable_gradient_checkpointing",
+        "per_device_train_batch_size", "deepspeed", "optim", "bf16", "finetuning_type",
+        "cutoff_len",
+    ]  # fmt: skip
+    adapters = dataclasses.replace(full, finetuning_type="lora", disable_gradient_checkpointing=False)
+    assert names(adapters)[3:] == [
+        "per_device_train_batch_size", "use_unsloth_gc", "deepspeed", "quantization_bit", "cutoff_len"
+    ]  # fmt: skip
 
 
 def test_what_costs_nothing_comes_first_and_alone_if_it_suffices() -> None:

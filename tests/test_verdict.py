@@ -27,6 +27,9 @@ def test_the_need_is_the_largest_phase_with_slack_and_context() -> None:
     evaluated = dataclasses.replace(ESTIMATE, phases={**ESTIMATE.phases, "evaluate": 200})
     assert verdict.needed_bytes(evaluated, context_bytes=3) == 210
     assert verdict.need_bounds(evaluated, context_bytes=3) == (183, 230)
+    together = dataclasses.replace(ESTIMATE, nccl_bytes=5)
+    assert verdict.needed_bytes(together, context_bytes=3) == 115
+    assert verdict.need_bounds(together, context_bytes=3) == (98, 125)
 
 
 @pytest.mark.parametrize(
