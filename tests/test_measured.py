@@ -89,6 +89,19 @@ def test_what_fit_chose_ran_under_the_cap_that_it_was_chosen_for() -> None:
     assert [pair for pair in peaks if abs(pair[0] / pair[1] - 1) > 0.001] == []
 
 
+def test_remedies_ran_under_their_cap_with_the_peak_that_they_promised() -> None:
+    folder = accuracy.MEASURED / "held_out_3"
+    cases = {case["id"]: case for case in json.loads((folder / "cases.json").read_text())["cases"]}
+    lines = (folder / "predictions.jsonl").read_text().splitlines()
+    promised = {row["id"]: row["peak_allocated_bytes"] / 2**30 for row in map(json.loads, lines)}
+    measured = [json.loads(line) for line in (folder / "measured.jsonl").read_text().splitlines()]
+    rows = [row for row in measured if row["id"].startswith("remedy_")]
+    assert len(rows) >= 15 and all(row["ok"] for row in rows)
+    assert all(row["peak_allocated_gib"] < cases[row["id"]]["cap_gib"] and cases[row["id"]]["before"] for row in rows)
+    errors = {row["id"]: promised[row["id"]] / row["peak_allocated_gib"] - 1 for row in rows}
+    assert {name: error for name, error in errors.items() if abs(error) > 0.02} == {}
+
+
 def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row]) -> None:
     wrong = []
     for row in rows:

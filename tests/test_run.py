@@ -52,6 +52,7 @@ def test_the_default_optimizer_depends_on_torch(torch: str | None, optim: str) -
         ({"stage": "pt"}, True),
         ({"stage": "pt", "packing": False}, False),
         ({"packing": True}, True),
+        ({"packing": True, "stage": "dpo"}, False),
         ({"neat_packing": True}, True),
         ({"neat_packing": True, "packing": False}, True),
     ],

@@ -225,8 +225,8 @@ def _implied(
         yield "optim", "adamw_torch_fused" if fused else "adamw_torch"
     if values.get("neat_packing"):
         yield "packing", True
-    elif values.get("packing") is None:
-        yield "packing", values.get("stage", "sft") == "pt"
+    elif values.get("packing") is None or values.get("stage", "sft") not in ("pt", "sft"):
+        yield "packing", values.get("stage", "sft") == "pt"  # pairs are never packed, whatever is asked for
     if values.get("eval_strategy", "no") != "no":
         yield "do_eval", True
 

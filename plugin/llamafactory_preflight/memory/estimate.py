@@ -52,7 +52,9 @@ def estimate(
     """
     refuse(run, shape, software, images)
     with _without_collector():
-        return _estimate(run, shape.under(software), software, card or Card(), length, ranks or Ranks(), images)
+        return _estimate(
+            run, shape.under(software), software, card or Card(), length, eval_length, ranks or Ranks(), images
+        )
 
 
 def _estimate(
@@ -61,6 +63,7 @@ def _estimate(
     software: Software,
     card: Card,
     length: int | None,
+    eval_length: int | None,
     ranks: Ranks,
     images: Images | None,
 ) -> MemoryEstimate:
