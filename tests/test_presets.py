@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import device, paths, preset_table, presets
+from llamafactory_preflight import cli, device, paths, preset_table, presets
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB
@@ -79,13 +79,18 @@ def test_a_data_folder_with_these_data_sets_is_left_alone(tmp_path: Path) -> Non
     assert not (tmp_path / "data" / "identity.json").exists()
 
 
-def test_a_data_folder_with_other_data_sets_is_not_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("force", [[], ["--force"]])
+def test_a_list_of_other_data_sets_stays_and_what_it_lacks_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, force: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     info = tmp_path / "data" / "dataset_info.json"
     info.parent.mkdir()
     info.write_text('{"other": {}}')
-    with pytest.raises(UserError, match=r"dataset_info\.json exists already"):
-        presets.copy("cpu_smoke", tmp_path, force=False)
-    assert [file.name for file in tmp_path.rglob("*") if file.is_file()] == ["dataset_info.json"]
+    assert cli.main(["presets", "copy", "cpu_smoke", *force]) == 0
+    assert sorted(file.name for file in tmp_path.rglob("*") if file.is_file()) == ["cpu_smoke.yaml", info.name]
+    assert info.read_text() == '{"other": {}}'
+    assert "data/dataset_info.json was left as it is. It has no identity" in capsys.readouterr().err
 
 
 def test_a_copy_that_fails_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

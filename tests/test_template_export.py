@@ -408,7 +408,7 @@ for given in json.loads(sys.argv[1]):
 def test_samples_are_shown(tmp_path: Path, tiny_model: Path, run: Callable[..., Any], root: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={model}"]
-    command += [f"dataset_dir={root / 'presets/data'}", "--sample", "2", "--html", tmp_path / "page.html"]
+    command += ["bf16=true", "deepspeed=of_another_machine.json", "--sample", "2", "--html", tmp_path / "page.html"]
     done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("--- sample ") == 2
@@ -419,3 +419,16 @@ def test_samples_are_shown(tmp_path: Path, tiny_model: Path, run: Callable[..., 
     assert page.count('<span class="loss special">&lt;|im_end|&gt;</span>') == 2
     assert "http" not in page and "<script" not in page
     assert not (tmp_path / "saves").exists()
+
+
+def test_a_mistake_in_what_is_to_be_shown_is_one_sentence(
+    tmp_path: Path, tiny_model: Path, run: Callable[..., Any], root: Path
+) -> None:
+    command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={tiny_model}"]
+    for mistake, said in (
+        ("--html=no/page.html", "The folder of no/page.html does not exist"),
+        ("template=nothing", "LLaMA-Factory refuses this run: Template nothing does not exist."),
+    ):
+        done = run([*command, mistake], cwd=tmp_path, timeout=600)
+        assert done.returncode == 2
+        assert done.stderr.splitlines()[-1].startswith(said)

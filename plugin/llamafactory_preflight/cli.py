@@ -197,6 +197,8 @@ def _presets(argv: Sequence[str]) -> int:
         if options.name is None:
             parser.error("the name of a preset is missing")
         print(*presets.copy(options.name, options.directory, force=options.force), sep="\n")
+        if said := presets.missing_data(options.name, options.directory):
+            _complain(said)
     else:
         print("\n".join(preset_table.lines(presets.available())))
     return 0
@@ -209,10 +211,13 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, help="also write them to this page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
-    from llamafactory_preflight import arguments
+    from llamafactory_preflight import arguments, paths
     from llamafactory_preflight.templates import view
 
     given = arguments.read(options.items)
+    given, _ = paths.resolve(given, beside=Path(options.items[0]).resolve().parent)
+    if options.html and not options.html.parent.is_dir():
+        raise UserError(f"The folder of {options.html} does not exist", where="--html", next_step="Make it first")
     from llamafactory_preflight.fixer.show import show
 
     shown = show(given, num_samples=max(0, options.sample))

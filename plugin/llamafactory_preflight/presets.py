@@ -19,6 +19,7 @@ from llamafactory_preflight.units import GIB
 
 ANY = "any"
 RECORD = "measured.json"
+_DATA = "data"  # `dataset_dir` of every preset
 # What the allocator may use on the smallest common card of a tier, in GiB: its total memory as torch reports it
 # without the CUDA context. 12: RTX 3060, 16: T4, 24: A10 and L4, 32: V100, 40 and 80: A100, 48: L40S with ECC.
 USABLE_GIB = {12: 11.0, 16: 14.0, 24: 21.5, 32: 31.0, 40: 38.6, 48: 43.8, 80: 78.3}
@@ -110,6 +111,15 @@ def copy(name: str, target: Path, *, force: bool) -> list[Path]:
     return put(contents | _data(preset, target), target, force=force)
 
 
+def missing_data(name: str, target: Path) -> str:
+    """What to say where `target` keeps a list of data sets that lacks those of a preset; empty where it has them."""
+    info = target / _DATA / paths.DATA_INFO
+    missing = sorted(paths.dataset_names(find(name).arguments) - paths.datasets_in(info.parent).keys())
+    if not missing:
+        return ""
+    return f"{info} was left as it is. It has no {', '.join(missing)}: set `dataset` to one of yours."
+
+
 def with_absolute_paths(preset: Preset) -> dict[str, Any]:
     """A preset's arguments for another working folder: its DeepSpeed file lies in the pack."""
     deepspeed = preset.arguments.get("deepspeed")
@@ -175,11 +185,10 @@ def _measured(file: Path) -> Measured | None:
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
-    """All data sets of the pack as files, so that the next preset finds its own; none where the target has these."""
-    source = _folder() / str(preset.arguments.get("dataset_dir", "data"))
-    names = paths.dataset_names(preset.arguments)
-    folder = target / source.name
-    if names <= paths.datasets_in(folder).keys():
+    """All data sets of the pack as files, so that the next preset finds its own; none where the target has a list."""
+    source = _folder() / _DATA
+    folder = target / _DATA
+    if os.path.lexists(folder / paths.DATA_INFO):  # somebody's own: not even --force replaces it
         return {}
     text = (source / paths.DATA_INFO).read_bytes()
     files = {

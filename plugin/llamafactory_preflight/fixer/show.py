@@ -12,12 +12,13 @@ from llamafactory.data import loader as data_loader
 from llamafactory.hparams import parser
 from llamafactory.model import load_tokenizer
 
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.fixer import session
 from llamafactory_preflight.templates.view import Piece, Sample
 
 
 NUM_LOOKED_AT = 1000
+LAUNCHED = ("deepspeed", "fsdp", "fsdp_config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +44,21 @@ def show(arguments: dict[str, Any], *, num_samples: int) -> Shown:
     """Runs LLaMA-Factory's own steps up to the tokenized dataset.
 
     Raises:
-        UserError: The run has no dataset to show.
+        UserError: The run has no dataset to show, or LLaMA-Factory refuses it.
     """
-    given = {"output_dir": "saves", "report_to": "none", **arguments}
+    try:
+        return _show(arguments, num_samples)
+    except UserError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        cause = f": {words(error.__cause__)}" if isinstance(error.__cause__, Exception) else ""
+        raise UserError(f"LLaMA-Factory refuses this run: {words(error).rstrip('.')}{cause.rstrip('.')}") from None
+
+
+def _show(arguments: dict[str, Any], num_samples: int) -> Shown:
+    # Samples are the same on any machine, so nothing is asked that needs a card or several processes.
+    given = {"output_dir": "saves", "report_to": "none", **arguments, "use_cpu": True}
+    given = {key: value for key, value in given.items() if key not in LAUNCHED}
     model_args, data_args, training_args, finetuning_args, _ = parser._parse_train_args(given)
     if data_args.dataset is None:
         raise UserError("The run has no dataset", next_step="Set `dataset`")
