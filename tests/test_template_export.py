@@ -408,10 +408,11 @@ for given in json.loads(sys.argv[1]):
 def test_samples_are_shown(tmp_path: Path, tiny_model: Path, run: Callable[..., Any], root: Path) -> None:
     model = shutil.copytree(tiny_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={model}"]
-    command += ["bf16=true", "deepspeed=of_another_machine.json", "--sample", "2", "--html", tmp_path / "page.html"]
+    command += ["neat_packing=true", "bf16=true", "deepspeed=of_another_machine.json"]
+    command += ["--sample", "2", "--html", tmp_path / "page.html"]
     done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""}, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("--- sample ") == 2
+    assert done.stdout.startswith("--- sample ") and done.stdout.count("--- sample ") == 2
     assert "<|im_start|>assistant\n<think>\n\n</think>\n\n[[" in done.stdout
     assert done.stdout.count("<|im_end|>]]") == 2
     assert "100 samples of" in done.stdout and "% of the tokens are trained" in done.stdout

@@ -10,6 +10,7 @@ import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
@@ -218,9 +219,10 @@ def _template(argv: Sequence[str]) -> int:
     given, _ = paths.resolve(given, beside=Path(options.items[0]).resolve().parent)
     if options.html and not options.html.parent.is_dir():
         raise UserError(f"The folder of {options.html} does not exist", where="--html", next_step="Make it first")
-    from llamafactory_preflight.fixer.show import show
+    with redirect_stdout(sys.stderr):  # LLaMA-Factory logs to standard output, which is for the samples
+        from llamafactory_preflight.fixer.show import show
 
-    shown = show(given, num_samples=max(0, options.sample))
+        shown = show(given, num_samples=max(0, options.sample))
     if options.json:
         print(json.dumps(asdict(shown)))
         return 0

@@ -64,7 +64,9 @@ def _show(arguments: dict[str, Any], num_samples: int) -> Shown:
         raise UserError("The run has no dataset", next_step="Set `dataset`")
     data_args.max_samples = min(data_args.max_samples or NUM_LOOKED_AT, NUM_LOOKED_AT)
     data_args.streaming = False
-    data_args.packing = bool(data_args.packing)
+    # A packed sequence is thousands of tokens of many samples; those are what there is to look at.
+    data_args.packing = bool(data_args.packing) and finetuning_args.stage != "sft"
+    data_args.neat_packing = data_args.neat_packing and data_args.packing
     stage = "rm" if finetuning_args.stage == "dpo" else finetuning_args.stage
     loaded = load_tokenizer(model_args)
     tokenizer = loaded["tokenizer"]
