@@ -23,7 +23,19 @@ HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "dataset
 ORDER = (
     *("phrases", "errors", "units", "software", "settings", "schema", "arguments", "fsdp", "argument_values"),
     *("run", "zero", "model_config", "model_shape"),
-    *("hub_request", "hub", "memory", "device", "host", "verdict", "result", "findings", "report", "preflight"),
+    *(
+        "known_models",
+        "hub_request",
+        "hub",
+        "memory",
+        "device",
+        "host",
+        "verdict",
+        "result",
+        "findings",
+        "report",
+        "preflight",
+    ),
     "guard",
 )
 MAX_LINES = 300

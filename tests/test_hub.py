@@ -176,3 +176,17 @@ def test_offline(endpoint: str, tmp_path: Path, variable: str) -> None:
     environ = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path), variable: "1"}
     with pytest.raises(Unmodelled, match=f"{variable} forbids"):
         hub.find("someone/tiny", environ=environ)
+
+
+@pytest.mark.parametrize("environ", [{"HF_HUB_OFFLINE": "1"}, {"HF_ENDPOINT": "http://127.0.0.1:9"}])
+def test_a_qwen3_model_is_known_where_no_hub_can_be_asked(tmp_path: Path, environ: dict[str, str]) -> None:
+    found = hub.find("Qwen/Qwen3-8B-Base", environ=environ | {"HF_HOME": str(tmp_path)})
+    assert (found.config["hidden_size"], found.config["tie_word_embeddings"], found.download_bytes) == (
+        4096,
+        False,
+        None,
+    )
+    assert "Qwen/Qwen3-8B-Base" in found.note
+    for name, revision in (("Qwen/Qwen3-9B", "main"), ("someone/Qwen3-8B", "main"), ("Qwen/Qwen3-8B", "v2")):
+        with pytest.raises(Unmodelled):
+            hub.find(name, revision=revision, environ=environ | {"HF_HOME": str(tmp_path)})

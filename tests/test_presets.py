@@ -133,7 +133,9 @@ def test_without_the_model_the_list_goes_by_what_was_measured(
     card = Device(name="card", total_bytes=24 * GIB, free_bytes=free_gib * GIB, compute_capability=(8, 6))
     monkeypatch.setattr(device, "visible", lambda: (card,))
     measured = presets.Measured(peak_bytes=int(20.5 * GIB), tokens_per_second=None, gpu="another card")
-    preset = replace(presets.find("24gb_lora"), num_gpus=num_gpus, measured=measured)
+    known = presets.find("24gb_lora")
+    given = {**known.arguments, "model_name_or_path": "someone/else"}
+    preset = replace(known, arguments=given, num_gpus=num_gpus, measured=measured)
     assert preset_table.lines([preset])[1].endswith(f"20.50 GiB  -     {said}")
 
 

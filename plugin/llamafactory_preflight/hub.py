@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from llamafactory_preflight import known_models
 from llamafactory_preflight.errors import Unmodelled, UserError, words
 from llamafactory_preflight.hub_request import get_json
 from llamafactory_preflight.phrases import phrase
@@ -29,12 +30,14 @@ class ModelSource:
         place: Where it was read, in words.
         download_bytes: Size of the weights that are not on this machine yet; 0 if they are; None where not known.
         cache_dir: The folder that a download would fill.
+        note: What to tell of it, or an empty text.
     """
 
     config: dict[str, Any]
     place: str
     download_bytes: int | None
     cache_dir: Path
+    note: str = ""
 
 
 def find(
@@ -49,7 +52,7 @@ def find(
 
     Raises:
         UserError: The folder has no readable config.json, or the hub does not have the model.
-        Unmodelled: The hub cannot be reached, or may not be asked.
+        Unmodelled: The hub cannot be reached, or may not be asked, and the model is none that this version knows.
     """
     env = os.environ if environ is None else environ
     folder = Path(name)
@@ -82,16 +85,29 @@ def find(
         )
     if not asks:
         raise Unmodelled(phrase("{name} is not in the local cache", name=name))
+    try:
+        return _ask(name, revision, cache, env, modelscope=modelscope)
+    except Unmodelled:
+        known = known_models.config(name) if revision == "main" else None
+        if known is None:
+            raise
+        note = phrase(
+            "The hub could not be asked about {name}; these are the sizes that this version knows", name=name
+        )
+        return ModelSource(config=known, place=name, download_bytes=None, cache_dir=cache, note=note)
+
+
+def _ask(name: str, revision: str, cache: Path, env: Mapping[str, str], *, modelscope: bool) -> ModelSource:
+    if modelscope:
+        return _from_modelscope(name, revision, cache, env)
     offline = next((variable for variable in OFFLINE if _enabled(env, variable)), None)
-    if offline and not modelscope:
+    if offline:
         raise Unmodelled(
             phrase(
                 "{name} is not in the local cache, and {variable} forbids to ask the hub", name=name, variable=offline
             )
         )
-    return (
-        _from_modelscope(name, revision, cache, env) if modelscope else _from_huggingface(name, revision, cache, env)
-    )
+    return _from_huggingface(name, revision, cache, env)
 
 
 def _local(folder: Path) -> dict[str, Any]:

@@ -123,8 +123,7 @@ def examine(
 
     `here` is this machine's main memory, unless another is planned for. `length` and `eval_length` are those of the
     longest samples, once they are known; until then the cutoff. `count_images` looks for a token in the data.
-    `launcher` holds what `accelerate launch` would set, where the environment does not. Without `trains` the arguments
-    may be those of `chat`, `api` or `export`. Without `proposes` no remedies are sought. `find` finds the model.
+    `launcher`: what `accelerate launch` sets. `trains`: it is no chat or export. `proposes`: remedies are sought.
 
     Raises:
         UserError: An argument is faulty.
@@ -152,6 +151,7 @@ def examine(
         assert run.model_name_or_path is not None
         model = find(run.model_name_or_path, revision=run.model_revision, cache_dir=run.cache_dir, environ=env)
         writes += disk.weights(model)
+        resolved += (model.note,) if model.note else ()
         if given.get("trust_remote_code") and model.config.get("auto_map"):
             raise Unmodelled("The checkpoint brings code of its own, and `trust_remote_code` has it run")
         model_type = str(model.config.get("model_type"))
