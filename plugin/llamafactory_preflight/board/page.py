@@ -18,11 +18,17 @@ from llamafactory_preflight.presets import Preset
 
 
 NUM_REMEDIES = 8
-TICK = "preflight-tick"
+TICK, TOLD = "preflight-tick", "preflight-told"
 # A preset changes dozens of elements at once, and gradio would ask the server for each of them.
 DEBOUNCE = f"""() => {{
   clearTimeout(window.preflightTimer);
   window.preflightTimer = setTimeout(() => document.getElementById("{TICK}")?.click(), 100);
+}}"""
+# Before gradio 5 a Markdown reports a change whenever anything on the page is drawn again, also by the answer to it.
+ONCE_TOLD = f"""(text) => {{
+  if (text === window.preflightText) return;
+  window.preflightText = text;
+  document.getElementById("{TOLD}")?.click();
 }}"""
 QUIET: dict[str, Any] = {"queue": False, "show_progress": "hidden", "show_api": False}
 
@@ -78,7 +84,8 @@ class Page:
         ours["sample"].click(actions.sample_soon, [inputs["top.lang"]], [ours["sample_view"]], **QUIET).then(
             actions.sample, every, [ours["sample_view"]], preprocess=False, show_progress="hidden", show_api=False
         )
-        tab["output_box"].change(actions.measured, every, [ours["measured"]], **raw)
+        tab["output_box"].change(None, [tab["output_box"]], None, js=ONCE_TOLD, **QUIET)
+        ours["told"].click(actions.measured, every, [ours["measured"]], trigger_mode="always_last", **raw)
         named = {name: ours[name.removeprefix(adapter.OURS)] for name in LABELS}
         return tab | named
 
@@ -111,7 +118,8 @@ def _elements(template: Any, available: tuple[Preset, ...]) -> dict[str, Any]:
             ours["tier"] = gr.Dropdown(choices=menu.tiers(available), value=tier, scale=2, min_width=160)
             ours["preset"] = gr.Dropdown(choices=menu.of_tier(available, tier), value=None, scale=5, min_width=240)
             ours["keep"] = gr.Checkbox(value=True, scale=2, min_width=200)
-        ours["tick"] = gr.Button("", elem_id=TICK)  # never seen: `panel.STYLE` hides it
+        for name, identifier in (("tick", TICK), ("told", TOLD)):
+            ours[name] = gr.Button("", elem_id=identifier)  # never seen: `panel.STYLE` hides it
         with gr.Row(visible=False) as ours["changes_row"]:
             with gr.Column(scale=6, min_width=200):
                 ours["changes"] = gr.HTML(elem_id="preflight-changes")

@@ -18,7 +18,7 @@ Part = tuple[str, int]
 
 STYLE = """<style>
 .preflight { font-size: 14px; line-height: 1.5; overflow-wrap: anywhere; }
-#preflight-tick { display: none; }
+#preflight-tick, #preflight-told { display: none; }
 .preflight p { margin: 0 0 6px; }
 .preflight .verdict { border-left: 6px solid var(--tone); padding: 2px 10px; }
 .preflight .verdict b { color: var(--tone); }
