@@ -24,9 +24,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 import qwen3_shapes
 
 
-# config.json of every model that presets name, and of one that none does.
-CONFIGS = {name: qwen3_shapes.config(name) for name in qwen3_shapes.DENSE}
-CONFIGS["Qwen/Qwen3-4B"] = CONFIGS["Qwen/Qwen3-4B-Instruct-2507"]
+# config.json of every model that presets name, and of some that none does.
+CONFIGS = {
+    name: qwen3_shapes.config(name)
+    for size in qwen3_shapes.DENSE
+    for name in (f"Qwen/Qwen3-{size}", f"Qwen/Qwen3-{size}-Instruct-2507")
+}
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
 START_SECONDS = 180

@@ -113,12 +113,10 @@ def test_a_speed_is_that_of_what_was_counted_after_the_first_step() -> None:
 
 
 def test_shapes_have_as_many_weights_as_their_names_say() -> None:
-    for name in qwen3_shapes.DENSE:
-        active, _ = qwen3_shapes.parameters(name)
-        said = (
-            float(name.split("-A")[-1].split("-")[0].rstrip("B")) if "-A" in name else float(name.split("-")[1][:-1])
-        )
-        assert active / 1e9 == pytest.approx(said, rel=0.1), name
+    for size in qwen3_shapes.DENSE:
+        active, _ = qwen3_shapes.parameters(f"Qwen/Qwen3-{size}")
+        said = float(size.rpartition("-A")[2].rstrip("B"))
+        assert active / 1e9 == pytest.approx(said, rel=0.1), size
 
 
 def test_what_a_run_dies_of_is_in_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
