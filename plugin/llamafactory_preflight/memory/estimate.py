@@ -9,9 +9,9 @@ from dataclasses import replace
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import fsdp
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.estimator import Estimator, evaluates
+from llamafactory_preflight.memory.fsdp import FsdpEstimator
 from llamafactory_preflight.memory.refusals import refuse
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
 from llamafactory_preflight.memory.sharded import ShardedEstimator
@@ -24,6 +24,19 @@ from llamafactory_preflight.software import Software
 __all__ = ["PHASES", "Card", "MemoryEstimate", "Ranks", "cublas_workspace", "estimate", "evaluates"]
 
 
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Spares looking for cycles: there are none, as every storage must go with its last reference."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+@_without_collector()
 def estimate(
     run: RunDescription,
     shape: ModelShape,
@@ -51,42 +64,15 @@ def estimate(
         Unmodelled: The run takes a path that no formula here covers.
     """
     refuse(run, shape, software, images)
-    with _without_collector():
-        return _estimate(
-            run, shape.under(software), software, card or Card(), length, eval_length, ranks or Ranks(), images
-        )
-
-
-def _estimate(
-    run: RunDescription,
-    shape: ModelShape,
-    software: Software,
-    card: Card,
-    length: int | None,
-    eval_length: int | None,
-    ranks: Ranks,
-    images: Images | None,
-) -> MemoryEstimate:
+    shape, card, ranks = shape.under(software), card or Card(), ranks or Ranks()
     if run.deepspeed is not None:
         return ShardedEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     if run.fsdp_plan is not None:
         if ranks.world == 1:
             raise Unmodelled("FSDP shares a model among several processes, and this run has one")
-        return fsdp.estimate(run, shape, software, card, length, ranks, eval_length)
+        return FsdpEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     found = Estimator(run, shape, software, card, length, ranks, images, eval_length).result()
     if images is None or images.exact:
         return found
     least = Estimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Spares looking for cycles: there are none, as every storage must go with its last reference."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

@@ -11,7 +11,7 @@ from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_bytes, host_remarks, preprocessing_bytes
 from llamafactory_preflight.memory.ops import Ops
-from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
+from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Mark, Storage, mark_bytes
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.remarks import by_size, remarks
@@ -64,7 +64,7 @@ class Estimator:
         self.adapters = self.gradients if run.finetuning_type in ADAPTERS else 0
         self.adapters += statics.adapter_buffer_bytes(run, shape, self.block)
         self.reference = self._reference_bytes()
-        in_buckets = ranks.world > 1 and run.deepspeed is None
+        in_buckets = ranks.world > 1 and run.deepspeed is None and run.fsdp_plan is None
         self.buckets = ddp_bucket_bytes(run, shape, itemsize, self.block) if in_buckets else 0
 
     def _reference_bytes(self) -> int:
@@ -226,6 +226,12 @@ class Estimator:
                 *host_remarks(self.run),
             ),
         )
+
+
+def split_of(load: int, busy: Mark, stepping: Mark) -> dict[str, int]:
+    """The split of the largest of load, forward and backward, and step, where all that loads are weights."""
+    size, split = max(busy, stepping, key=mark_bytes)
+    return dict.fromkeys(COMPONENTS, 0) | {"weights": load} if load > size else split
 
 
 def evaluates(run: RunDescription) -> bool:

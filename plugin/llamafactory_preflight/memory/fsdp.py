@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.memory import dtypes, optimizers, parameters, sharding, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
-from llamafactory_preflight.memory.card import Card, cublas_workspace
+from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.estimator import Estimator, evaluates
+from llamafactory_preflight.memory.estimator import Estimator, evaluates, split_of
 from llamafactory_preflight.memory.fsdp1 import FlatUnits
 from llamafactory_preflight.memory.fsdp2 import ParameterUnits
 from llamafactory_preflight.memory.fsdp_host import fsdp_host
@@ -20,29 +21,9 @@ from llamafactory_preflight.memory.graph import Weight
 from llamafactory_preflight.memory.host import HostNeed
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
-from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage, Tensor
+from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, Tensor
 from llamafactory_preflight.memory.quantization import quantization, weight_bytes
-from llamafactory_preflight.memory.result import MemoryEstimate
-from llamafactory_preflight.memory.sharding import Ranks
-from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.software import Software
-
-
-Phase = tuple[int, dict[str, int]]
-
-
-def estimate(
-    run: RunDescription,
-    shape: ModelShape,
-    software: Software,
-    card: Card,
-    length: int | None,
-    ranks: Ranks,
-    eval_length: int | None = None,
-) -> MemoryEstimate:
-    """Predicts a run under FSDP."""
-    return _FsdpEstimator(run, shape, software, card, length, ranks, eval_length).result()
+from llamafactory_preflight.memory.sharding import Parameter
 
 
 class _UncachedOps(Ops):
@@ -53,37 +34,37 @@ class _UncachedOps(Ops):
         return self.cast(weight, self.lower_dtype(weight.dtype), "buffers")
 
 
-class _FsdpEstimator(Estimator):
+class FsdpEstimator(Estimator):
     """An estimate under way, for a run under FSDP."""
 
-    def __init__(
-        self,
-        run: RunDescription,
-        shape: ModelShape,
-        software: Software,
-        card: Card,
-        length: int | None,
-        ranks: Ranks,
-        eval_length: int | None,
-    ) -> None:
-        super().__init__(run, shape, software, card, length, ranks, eval_length=eval_length)
-        assert run.fsdp_plan is not None
-        self.plan: FsdpPlan = run.fsdp_plan
-        kind, linears = quantization(run, shape), parameters.layer_linears(shape)
-        self.everything = [
-            replace(p, numel=-(-p.numel * kind.bits // (8 * HALF))) if kind and p.key[1] in linears else p
-            for p in sharding.in_order(run, shape)
-        ]
-        # What brings quantized weights back lies beside them, whole on every card.
-        self.statistics = shape.num_layers * sum(
-            weight_bytes(kind, linear.numel, linear.out_features, self.block) - linear.numel * kind.bits // 8
-            for linear in (linears.values() if kind else ())
-            if kind
-        )
-        self.buckets = 0
-        self.shards = self._shards()
+    @cached_property
+    def plan(self) -> FsdpPlan:
+        """FSDP's settings."""
+        assert self.run.fsdp_plan is not None
+        return self.run.fsdp_plan
 
-    def _shards(self) -> list[tuple[int, bool]]:
+    @cached_property
+    def everything(self) -> Sequence[Parameter]:
+        """All parameters, in order; quantized weights as the 16-bit numbers that they are stored in."""
+        kind, linears = quantization(self.run, self.shape), parameters.layer_linears(self.shape)
+        return [
+            replace(p, numel=-(-p.numel * kind.bits // (8 * HALF))) if kind and p.key[1] in linears else p
+            for p in sharding.in_order(self.run, self.shape)
+        ]
+
+    @cached_property
+    def statistics(self) -> int:
+        """What brings quantized weights back: it lies beside them, whole on every card."""
+        kind = quantization(self.run, self.shape)
+        if kind is None:
+            return 0
+        return self.shape.num_layers * sum(
+            weight_bytes(kind, linear.numel, linear.out_features, self.block) - linear.numel * kind.bits // 8
+            for linear in parameters.layer_linears(self.shape).values()
+        )
+
+    @cached_property
+    def shards(self) -> Sequence[tuple[int, bool]]:
         """Bytes of each tensor that a rank keeps of the parameters, and whether it is trained.
 
         Version 1 has one a unit (each adapter is one), version 2 one a parameter, all in float32.
@@ -130,10 +111,7 @@ class _FsdpEstimator(Estimator):
             "save": resting + self._saving(),
             "evaluate": self.evaluate(),
         }
-        split = max(busy, stepping, key=_size)[1]
-        if phases["load"] > sum(split.values()):
-            split = dict.fromkeys(COMPONENTS, 0) | {"weights": phases["load"]}
-        return phases, split
+        return phases, split_of(phases["load"], busy, stepping)
 
     def _root(self) -> Unit:
         return Unit([p for p in self.everything if p.key[0] == sharding.ENDS], world=self.ranks.world)
@@ -180,7 +158,7 @@ class _FsdpEstimator(Estimator):
         ]
         return replace(model, segments=segments)
 
-    def _step(self) -> tuple[Phase, Phase]:
+    def _step(self) -> tuple[Mark, Mark]:
         """One optimizer step; without synchronization until its last micro-step, gradients stay whole."""
         ledger = Ledger(expandable_segments=self.card.expandable_segments)
         held = [Storage(ledger, size, name) for name, size in self._resting().items()]
@@ -225,7 +203,3 @@ class _FsdpEstimator(Estimator):
         loaded = sum(p.numel * (WIDE if p.trained else dtypes.size(self.precision.loaded)) for p in self.everything)
         trained = sum(p.numel * WIDE for p in self.everything if p.trained)
         return fsdp_host(self.run, self.plan, self.shards, self.ranks, loaded=loaded, trained=trained)
-
-
-def _size(phase: Phase) -> int:
-    return phase[0]

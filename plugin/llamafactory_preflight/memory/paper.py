@@ -23,6 +23,8 @@ LARGE_ALLOCATION = 10 * 2**20
 SEGMENT_UNIT = 2 * 2**20
 UNSPLIT_REST = 2**20
 LEAF_ORDER = 1 << 60
+Mark = tuple[int, dict[str, int]]
+"""The bytes of a peak, and their split by component."""
 Booking = tuple[str, int]
 """A component and the bytes that it gets, or gives back where they are below zero."""
 
@@ -55,7 +57,7 @@ class Ledger:
             return size + rest if rest <= UNSPLIT_REST else size
         return size
 
-    def take_peak(self) -> tuple[int, dict[str, int]]:
+    def take_peak(self) -> Mark:
         """Returns the highest mark and its split since the last call, and starts anew from what is live."""
         mark, split = self.peak, self.at_peak
         self.peak, self.at_peak = self.live, self.parts.copy()
@@ -68,6 +70,11 @@ class Ledger:
             self.live += size
             if self.live > self.peak:
                 self.peak, self.at_peak = self.live, self.parts.copy()
+
+
+def mark_bytes(mark: Mark) -> int:
+    """By which peaks are compared."""
+    return mark[0]
 
 
 class Storage:

@@ -9,11 +9,11 @@ from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, 
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.estimator import Estimator
+from llamafactory_preflight.memory.estimator import Estimator, split_of
 from llamafactory_preflight.memory.module_recording import Recorder, Recording
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
-from llamafactory_preflight.memory.paper import COMPONENTS, Ledger, Storage
+from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, mark_bytes
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
@@ -24,7 +24,6 @@ from llamafactory_preflight.zero import ZeroPlan
 
 OVERFLOW_BYTES = 11
 """An element: a float32 copy, three masks and a second float32 copy (_has_inf_or_nan); nothing from 0.19.6 on."""
-Phase = tuple[int, dict[str, int]]
 Gradients = WholeGradients | PartitionedGradients | ShardedGradients
 
 
@@ -59,11 +58,11 @@ class ShardedEstimator(Estimator):
 
     def phases(self) -> tuple[dict[str, int], dict[str, int]]:
         """As for one GPU; of the ranks, the one with the largest peak counts in each phase."""
-        busy: Phase = (0, {})
-        stepping: Phase = (0, {})
+        busy: Mark = (0, {})
+        stepping: Mark = (0, {})
         for rank in self._ranks():
             one, other = self._step(rank)
-            busy, stepping = max(busy, one, key=_size), max(stepping, other, key=_size)
+            busy, stepping = max(busy, one, key=mark_bytes), max(stepping, other, key=mark_bytes)
         resting = sum(size for name, size in self._resting(0).items() if name != "gradients")
         phases = {
             "load": self._load(),
@@ -72,10 +71,7 @@ class ShardedEstimator(Estimator):
             "save": resting + self._largest() * self.item * 2 if self.plan.stage == 3 else resting,
             "evaluate": self.evaluate(),
         }
-        split = max(busy, stepping, key=_size)[1]
-        if phases["load"] > sum(split.values()):
-            split = dict.fromkeys(COMPONENTS, 0) | {"weights": phases["load"]}
-        return phases, split
+        return phases, split_of(phases["load"], busy, stepping)
 
     def host(self, split: Mapping[str, int]) -> host.HostNeed:
         """Main memory of all processes here."""
@@ -178,14 +174,14 @@ class ShardedEstimator(Estimator):
         prepared = 0 if offloads else 2 * sum(masters)
         return self.weights + self.reference + self.adapters + max(upcast + casting, prepared)
 
-    def _step(self, rank: int) -> tuple[Phase, Phase]:
+    def _step(self, rank: int) -> tuple[Mark, Mark]:
         """One optimizer step: forward and backward of its micro-steps, then the optimizer's part."""
         ledger = self._ledger()
         held = [Storage(ledger, size, name) for name, size in self._resting(rank).items() if name != "optimizer"]
         masters, states = self._optimizer_bytes()
         held.append(Storage(ledger, masters, "optimizer"))
         gradients, coordinator = self._gradients(ledger, rank)
-        busy: Phase = (0, {})
+        busy: Mark = (0, {})
         later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
         recordings: dict[bool, Recording] = {}
         for gradients.boundary in self._micro_steps():
@@ -203,10 +199,10 @@ class ShardedEstimator(Estimator):
                 coordinator.release_leftovers()
             if gradients.boundary:
                 coordinator.release_all()
-                busy = max(busy, ledger.take_peak(), key=_size)
+                busy = max(busy, ledger.take_peak(), key=mark_bytes)
                 later = later if later.size else Storage(ledger, states, "optimizer")
                 coordinator.gather_persistent()
-        busy = max(busy, ledger.take_peak(), key=_size)
+        busy = max(busy, ledger.take_peak(), key=mark_bytes)
         if coordinator is not None:
             coordinator.release_all()
         gradients.step(self._optimizer)
@@ -242,7 +238,3 @@ class ShardedEstimator(Estimator):
         ]
         checked = 0 if self.recent else OVERFLOW_BYTES
         return PartitionedGradients(ledger, flat, plan, item=self.item, rank=rank, overflow_bytes=checked), None
-
-
-def _size(phase: Phase) -> int:
-    return phase[0]
