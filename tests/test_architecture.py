@@ -23,19 +23,8 @@ HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "dataset
 ORDER = (
     *("phrases", "errors", "units", "software", "settings", "schema", "arguments", "fsdp", "argument_values"),
     *("run", "zero", "model_config", "model_shape"),
-    *(
-        "known_models",
-        "hub_request",
-        "hub",
-        "memory",
-        "device",
-        "host",
-        "verdict",
-        "result",
-        "findings",
-        "report",
-        "preflight",
-    ),
+    *("known_models", "hub_request", "hub", "memory", "device", "host", "verdict", "result", "findings", "report"),
+    *("judgement", "preflight"),
     "guard",
 )
 MAX_LINES = 300

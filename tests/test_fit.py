@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamafactory_preflight import cli, fit, memory, preflight, report, yaml_text
+from llamafactory_preflight import cli, fit, judgement, memory, report, yaml_text
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.remedies import Remedy
@@ -47,7 +47,7 @@ def looked_at(run: RunDescription, size: str, budget: int) -> Result:
     estimate = memory.estimate(run, shape(size), software=SOFTWARE)
     return Result(
         origin="test", run=run, software=SOFTWARE, shape=shape(size), estimate=estimate, device=card, devices=(card,),
-        host_budget_bytes=None, verdict=preflight.judge(estimate, card, None), findings=(), resolved=(),
+        host_budget_bytes=None, verdict=judgement.judge(estimate, card, None), findings=(), resolved=(),
     )  # fmt: skip
 
 
@@ -83,7 +83,7 @@ def verdict_with(case: Case, remedy: Remedy) -> str:
     assert case.result.device is not None and case.result.shape is not None
     changed = dataclasses.replace(case.result.run, **remedy.set)
     estimate = memory.estimate(changed, case.result.shape, software=SOFTWARE)
-    return preflight.judge(estimate, case.result.device, None).word
+    return judgement.judge(estimate, case.result.device, None).word
 
 
 def test_at_least_thirty_runs_that_do_not_fit_end_in_one_that_does(cases: list[Case]) -> None:
@@ -291,12 +291,12 @@ def test_nothing_is_moved_to_main_memory_that_does_not_hold_it() -> None:
     plain = looked_at(run, "8b", 0)
     assert plain.estimate is not None
     moved = dataclasses.replace(run, optim="paged_adamw_8bit", use_unsloth_gc=True)
-    predicted = preflight.predictor(plain)(moved)
+    predicted = judgement.predictor(plain)(moved)
     assert predicted.host_bytes > plain.estimate.host_bytes
     for budget in (None, predicted.host_bytes):
-        assert preflight.predictor(dataclasses.replace(plain, host_budget_bytes=budget))(moved) == predicted
+        assert judgement.predictor(dataclasses.replace(plain, host_budget_bytes=budget))(moved) == predicted
     for budget in (predicted.host_bytes - 1, 1):
-        predict = preflight.predictor(dataclasses.replace(plain, host_budget_bytes=budget))
+        predict = judgement.predictor(dataclasses.replace(plain, host_budget_bytes=budget))
         assert predict(run) == plain.estimate
         with pytest.raises(Unmodelled, match="Main memory"):
             predict(moved)
@@ -308,7 +308,7 @@ def test_a_fit_that_main_memory_does_not_hold_says_so() -> None:
     remedy = fit.fitting(result, allow=EVERYTHING)
     assert remedy is not None
     said = [
-        report.fitted(remedy, preflight.judge_with_host(remedy.estimate, result.device, budget))
+        report.fitted(remedy, judgement.judge_with_host(remedy.estimate, result.device, budget))
         for budget in (1, 2**50)
     ]
     assert ["main memory" in text for text in said] == [True, False]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from llamafactory_preflight import memory, new_preset, preflight, sample_lengths, speed, tune
+from llamafactory_preflight import judgement, memory, new_preset, sample_lengths, speed, tune
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription
@@ -43,7 +43,7 @@ def looked_at(size: str, settings: dict[str, Any], card: str, gib: int) -> Resul
     estimate = memory.estimate(run, shape(size), software=SOFTWARE)
     return Result(
         origin="test", run=run, software=SOFTWARE, shape=shape(size), estimate=estimate, device=device,
-        devices=(device,), host_budget_bytes=None, verdict=preflight.judge(estimate, device, None), findings=(),
+        devices=(device,), host_budget_bytes=None, verdict=judgement.judge(estimate, device, None), findings=(),
         resolved=(),
     )  # fmt: skip
 
@@ -63,7 +63,7 @@ def test_what_is_tuned_fits_trains_the_same_and_is_faster(example: Any) -> None:
     assert not MAY_NOT_CHANGE & found.set.keys()
     after = dataclasses.replace(result.run, **found.set)
     again = memory.estimate(after, result.shape, software=SOFTWARE)
-    assert preflight.judge(again, result.device, None).word == "fits"
+    assert judgement.judge(again, result.device, None).word == "fits"
     assert 0.85 <= samples(after, LENGTHS) / samples(result.run, LENGTHS) <= 1.15
     if result.verdict.word == "fits":
         assert found.gain >= 1

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from llamafactory_preflight import lengths, media, memory, preflight, simulate
+from llamafactory_preflight import judgement, lengths, media, memory, preflight, simulate
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Counted, Images, Source
 from llamafactory_preflight.model_shape import ModelShape
@@ -215,10 +215,10 @@ def test_a_data_set_with_images_is_predicted_and_the_report_says_how(folder: Pat
 
 def test_changes_of_a_run_are_predicted_with_its_images(folder: Path) -> None:
     text, pictures = check(folder, "words"), check(folder, "photos")
-    assert preflight.predictor(pictures)(pictures.run) == pictures.estimate
-    assert preflight.predictor(text)(text.run) == text.estimate
+    assert judgement.predictor(pictures)(pictures.run) == pictures.estimate
+    assert judgement.predictor(text)(text.run) == text.estimate
     shorter = replace(pictures.run, cutoff_len=64)
-    reasons = preflight.predictor(pictures)(shorter).reasons
+    reasons = judgement.predictor(pictures)(shorter).reasons
     assert any("fits into 64 tokens" in reason for reason in reasons)
 
 

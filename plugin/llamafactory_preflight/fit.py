@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
-from llamafactory_preflight import machine, preflight, remedies
+from llamafactory_preflight import judgement, remedies
 from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Result
 
@@ -29,21 +28,8 @@ def fitting(result: Result, *, allow: frozenset[str], length: int | None = None)
         allow: Names of what else may be changed.
         length: Tokens of the longest sample, where it is known.
     """
-    if result.shape is None or result.device is None or result.estimate is None:
-        return None
-    if preflight.fits(result, result.estimate):
-        return None  # main memory is what it lacks, and none of this frees any
     kept = frozenset().union(*(names for name, names in KEPT.items() if name not in allow))
-    found = remedies.remedies(
-        result.run,
-        result.shape.model_type,
-        software=result.software,
-        predict=preflight.predictor(result, length=length),
-        fits=lambda estimate: preflight.fits(result, estimate),
-        shards=machine.deepspeed_files(result.software, len(result.devices), env=os.environ),
-        kept=kept,
-        has_bf16=result.device.is_ampere,
-    )
+    found = judgement.proposed(result, length=length, kept=kept)
     return found[0] if found else None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import arguments, fit, preflight, report, yaml_text
+from llamafactory_preflight import arguments, fit, judgement, preflight, report, yaml_text
 from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import allowed
@@ -61,7 +61,7 @@ def _reason(result: Result, permitted: frozenset[str]) -> str:
         return "--fit changes trainings only, and these are the arguments of a chat, an API or an export."
     if result.device is None:
         return "--fit fits a run to a GPU; this one is on the CPU, where main memory holds everything."
-    if result.estimate is not None and preflight.fits(result, result.estimate):
+    if result.estimate is not None and judgement.fits(result, result.estimate):
         return f"The card holds it, so --fit changes nothing. {_host(result)}"
     left = ",".join(name for name in fit.KEPT if name not in permitted)
     return "Nothing that may be changed makes it fit." + (f" Not allowed so far: --allow {left}" if left else "")

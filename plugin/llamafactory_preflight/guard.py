@@ -16,6 +16,7 @@ from llamafactory_preflight import (
     fit,
     handoff,
     host,
+    judgement,
     machine,
     preflight,
     report,
@@ -51,7 +52,7 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
         # Ranks that torchrun started without our parent might each choose something else.
         remedy = fit.fitting(result, allow=settings.allow) if handoff.is_alone() or stage == "launcher" else None
         if remedy is not None:
-            answer = preflight.judge_with_host(remedy.estimate, result.device, result.host_budget_bytes)
+            answer = judgement.judge_with_host(remedy.estimate, result.device, result.host_budget_bytes)
             print(report.fitted(remedy, answer), file=sys.stderr, flush=True)
             return remedy.set
     if settings.mode == "warn" or result.device is None or result.verdict.word != "will_not_fit":
@@ -128,5 +129,5 @@ def _fits_when_short(result: Result) -> bool:
     if result.run.packing or result.shape is None:
         return False
     length = min(SHORTEST_LENGTH, result.run.cutoff_len)
-    estimate = preflight.predictor(result, length=length, eval_length=length)(result.run)
-    return preflight.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"
+    estimate = judgement.predictor(result, length=length, eval_length=length)(result.run)
+    return judgement.judge(estimate, result.device, result.host_budget_bytes).word != "will_not_fit"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ from llamafactory_preflight import (
     fsdp,
     host,
     hub,
+    judgement,
     machine,
     media,
     memory,
     model_config,
     paths,
-    remedies,
     simulate,
     verdict,
 )
@@ -34,7 +33,7 @@ from llamafactory_preflight.images import Counted, Images, Source
 from llamafactory_preflight.model_shape import FAMILIES, ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Result
-from llamafactory_preflight.run import RunDescription, from_arguments
+from llamafactory_preflight.run import from_arguments
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings, is_enabled
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import parse_memory
@@ -123,13 +122,14 @@ def examine(
 
     `here` is this machine's main memory, unless another is planned for. `length` and `eval_length` are those of the
     longest samples, once they are known; until then the cutoff. `count_images` looks for a token in the data.
-    `launcher`: what `accelerate launch` sets. `trains`: it is no chat or export. `proposes`: remedies are sought.
+    `launcher` holds what `accelerate launch` would set, where the environment does not. Without `trains` the arguments
+    may be those of `chat`, `api` or `export`. Without `proposes` no remedies are sought. `find` finds the model.
 
     Raises:
         UserError: An argument is faulty.
     """
     env = os.environ if environ is None else environ
-    software, lengths = Software.installed(), {"length": length, "eval_length": eval_length}
+    software = Software.installed()
     resolved_arguments, resolved = paths.resolve(given, beside=beside)
     run = from_arguments(
         resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
@@ -181,11 +181,18 @@ def examine(
                 estimate = memory.inference_estimate(placed, shape, software=software, card=card)
             else:
                 estimate = memory.estimate(
-                    placed, shape, software=software, card=card, ranks=ranks, images=pictures, **lengths
+                    placed,
+                    shape,
+                    software=software,
+                    card=card,
+                    length=length,
+                    eval_length=eval_length,
+                    ranks=ranks,
+                    images=pictures,
                 )
         if decisive is not None and decisive.kind != "cuda":
             estimate = verdict.widened(estimate)
-        answer = judge_with_host(estimate, decisive, host_budget_bytes)
+        answer = judgement.judge_with_host(estimate, decisive, host_budget_bytes)
         checkpoint = checkpoint or checkpoint_size.of_estimate(run, estimate)
     except Unmodelled as error:
         answer = verdict.unknown(phrase("{sentence}.", sentence=error.reason))
@@ -207,7 +214,7 @@ def examine(
         serves=serves,
     )
     if proposes and not serves:
-        result = replace(result, remedies=_remedies(result, env=env, **lengths))
+        result = replace(result, remedies=judgement.proposed(result, length=length, eval_length=eval_length, env=env))
     surroundings = findings.Surroundings(
         environ=env,
         num_gpus=len(devices),
@@ -228,70 +235,6 @@ def _shape(config: Mapping[str, Any]) -> ModelShape:
         raise Unmodelled(
             phrase("{reason}. `llamafactory-cli preflight --exact` may know it", reason=error.reason)
         ) from None
-
-
-def _remedies(result: Result, *, env: Mapping[str, str], **lengths: int | None) -> tuple[remedies.Remedy, ...]:
-    """Changes with which the run fits the deciding card for certain; none where it does as it is."""
-    if result.device is None or result.shape is None or result.estimate is None or fits(result, result.estimate):
-        return ()
-    return remedies.remedies(
-        result.run,
-        result.shape.model_type,
-        software=result.software,
-        predict=predictor(result, env=env, **lengths),
-        fits=lambda estimate: fits(result, estimate),
-        shards=machine.deepspeed_files(result.software, len(result.devices), env=env),
-        has_bf16=result.device.is_ampere,
-    )
-
-
-def predictor(
-    result: Result, *, length: int | None = None, eval_length: int | None = None, env: Mapping[str, str] | None = None
-) -> remedies.Predict:
-    """Predicts changed versions of a run, with images; what main memory does not hold is unmodelled, if it is new."""
-    shape, source = result.shape, result.images
-    assert shape is not None and result.estimate is not None
-    budget = result.host_budget_bytes if result.device is not None else None
-    most = None if budget is None else max(budget, result.estimate.host_bytes)
-    environ, num_gpus = os.environ if env is None else env, len(result.devices)
-    ranks = machine.ranks_of(num_gpus, env=environ) if result.device is not None else memory.Ranks()
-    card = machine.card_of(result.device, num_gpus=num_gpus, env=environ)
-    known = partial(memory.estimate, shape=shape, software=result.software, card=card)
-
-    def predict(changed: RunDescription) -> memory.MemoryEstimate:
-        images = source.of(changed, length) if source is not None else None
-        estimate = known(changed, length=length, eval_length=eval_length, ranks=ranks, images=images)
-        if most is not None and estimate.host_bytes > most:
-            raise Unmodelled("Main memory does not hold what it would move there")
-        return estimate
-
-    return predict
-
-
-def fits(result: Result, estimate: memory.MemoryEstimate) -> bool:
-    """Whether the deciding card holds a changed version of a run for certain."""
-    return judge(estimate, result.device, None).word == "fits"
-
-
-def judge(estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None) -> verdict.Verdict:
-    """Compares the estimate with the deciding card, or for a run on the CPU with main memory."""
-    if decisive is None:
-        if host_budget_bytes is None:
-            return verdict.unknown("This system does not tell how much main memory is available.")
-        return verdict.judge_host(estimate.host_bytes, budget_bytes=host_budget_bytes)
-    if decisive.free_bytes is None:
-        return verdict.unknown(phrase("The memory of {name} is not known; name it with --gpu.", name=decisive.name))
-    if decisive.kind != "cuda":
-        estimate = verdict.widened(estimate)
-    return verdict.judge_gpu(estimate, context_bytes=decisive.context_bytes, budget_bytes=decisive.free_bytes)
-
-
-def judge_with_host(
-    estimate: memory.MemoryEstimate, decisive: Device | None, host_budget_bytes: int | None
-) -> verdict.Verdict:
-    """As `judge`; a card's verdict stands only as far as main memory lets it."""
-    answer, budget = judge(estimate, decisive, host_budget_bytes), host_budget_bytes if decisive is not None else None
-    return verdict.with_host(answer, estimate.host_bytes, budget_bytes=budget)
 
 
 def _origin(source: Mapping[str, Any] | Path | str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from llamafactory_preflight import preflight, speed
+from llamafactory_preflight import judgement, speed
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.result import Result
@@ -47,14 +47,14 @@ def tuned(result: Result, lengths: Sequence[int]) -> Tuned | None:
     """
     if result.shape is None or result.device is None or result.estimate is None:
         return None
-    shape, device, predict = result.shape, result.device, preflight.predictor(result)
+    shape, device, predict = result.shape, result.device, judgement.predictor(result)
     known = lengths or ASSUMED_LENGTHS
 
     def cost(changed: Mapping[str, Any]) -> float:
         return speed.seconds(dataclasses.replace(result.run, **changed), shape, known, device)
 
     as_given = cost({})
-    fits_as_given = preflight.fits(result, result.estimate)
+    fits_as_given = judgement.fits(result, result.estimate)
     for changed in sorted(candidates(result, lengths), key=cost):
         gain = as_given / cost(changed)
         if gain < LEAST_GAIN and fits_as_given:
@@ -63,7 +63,7 @@ def tuned(result: Result, lengths: Sequence[int]) -> Tuned | None:
             estimate = predict(dataclasses.replace(result.run, **changed))
         except Unmodelled:
             continue
-        if preflight.fits(result, estimate):
+        if judgement.fits(result, estimate):
             return Tuned(set=changed, gain=gain, estimate=estimate)
     return Tuned(set={}, gain=1.0, estimate=result.estimate) if fits_as_given else None
 

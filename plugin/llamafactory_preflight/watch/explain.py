@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 
-from llamafactory_preflight import preflight, remedies, report, verdict
+from llamafactory_preflight import judgement, remedies, report, verdict
 from llamafactory_preflight.device.processes import name_of
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.remedies import Remedy
@@ -245,7 +245,7 @@ def _remedies(case: Case) -> tuple[Remedy, ...]:
         result.run if device is not None else replace(result.run, use_cpu=True),
         result.shape.model_type,
         software=result.software,
-        predict=preflight.predictor(result, length=case.length, eval_length=case.eval_length),
+        predict=judgement.predictor(result, length=case.length, eval_length=case.eval_length),
         fits=fits,
         has_bf16=device is None or device.is_ampere,
     )
