@@ -8,6 +8,10 @@ from llamafactory_preflight import known_models
 from llamafactory_preflight.known_models import DENSE, EXPERTS, VOCABULARY_SIZE
 
 
+# What a model is built with; the numbers of tokens are those of the tokenizer that measure_runs.py makes.
+BUILT_WITH = {"attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 2, "initializer_range": 0.02}
+
+
 def config(name: str) -> dict[str, Any]:
     """What a model's `config.json` says, as far as a training depends on it.
 
@@ -20,7 +24,7 @@ def config(name: str) -> dict[str, Any]:
     found = known_models.config(name)
     if found is None:
         raise KeyError(name)
-    return found
+    return found | BUILT_WITH
 
 
 def parameters(name: str) -> tuple[int, int]:

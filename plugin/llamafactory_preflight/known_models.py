@@ -49,13 +49,9 @@ def config(name: str) -> dict[str, Any] | None:
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": 0,
-        "eos_token_id": 2,
         "head_dim": 128,
         "hidden_act": "silu",
         "hidden_size": hidden,
-        "initializer_range": 0.02,
         "intermediate_size": width,
         "max_position_embeddings": 40960,
         "model_type": "qwen3",
