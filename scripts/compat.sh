@@ -2,6 +2,7 @@
 # Contract tests and the smoke training against other versions of LLaMA-Factory.
 #
 #   scripts/compat.sh [VERSION | PATH-OF-A-SOURCE-CHECKOUT]...     (default: 0.9.4 0.9.5)
+#   GRADIO=4.38.1 scripts/compat.sh 0.9.4                         only LLaMA-Board's tests, on another gradio
 #
 # Each gets a thin environment on top of the one of test.sh: torch is taken from there, and only what a version pins
 # otherwise is installed again. Both lie in the cache, outside the source tree.
@@ -13,6 +14,7 @@ TESTS=(tests/test_hooks.py tests/test_launch.py tests/test_arguments.py tests/te
   tests/test_presets_run.py tests/test_families.py tests/test_template_rules.py tests/test_template_fixer.py
   tests/test_template_faults.py tests/test_template_matrix.py tests/test_template_export.py
   tests/test_template_board.py tests/test_template_files.py tests/test_ollama.py tests/test_board.py tests/test_board_browser.py)
+[ -z "${GRADIO-}" ] || TESTS=(tests/test_board.py tests/test_board_browser.py tests/test_template_board.py)
 
 # A source checkout is installed editable, so that its present state is what is tested.
 requirement() {
@@ -21,6 +23,7 @@ requirement() {
   else
     printf '%s\n' "llamafactory==$1"
   fi
+  [ -z "${GRADIO-}" ] || printf '%s\n' "gradio==$GRADIO"
 }
 
 # The environment of one version: layer FOLDER VERSION-OR-PATH. It runs in a subshell, as common.sh works on VENV.
@@ -47,7 +50,7 @@ prepare_environment "[test]"
 failed=()
 for version in "$@"; do
   [ -d "$version" ] || [[ $version == [0-9]* ]] || die "$version is neither a version nor a folder"
-  folder=$CACHE/compat/$(basename "$(realpath -m "$version")")
+  folder=$CACHE/compat/$(basename "$(realpath -m "$version")")${GRADIO:+-gradio$GRADIO}
   (layer "$folder" "$version") || exit 1
   say "LLaMA-Factory $("$folder/bin/python" -c 'import llamafactory; print(llamafactory.__version__)') from $version"
   "$folder/bin/python" -m pytest -p no:cacheprovider "${TESTS[@]}" || failed+=("$version")

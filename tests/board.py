@@ -33,7 +33,7 @@ CONFIGS = {
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
 START_SECONDS = 180
-QUIET_SECONDS = 0.4
+QUIET_ROUNDS = 8
 
 
 def chromium() -> str | None:
@@ -159,12 +159,12 @@ class BoardPage:
 
     def settle(self, timeout: float = 120) -> None:
         """Waits until nothing is on its way to the server and back."""
-        deadline, quiet_since = time.monotonic() + timeout, time.monotonic()
-        while time.monotonic() - quiet_since < QUIET_SECONDS:
+        deadline, quiet = time.monotonic() + timeout, 0
+        while quiet < QUIET_ROUNDS:
             assert time.monotonic() < deadline, f"still running: {[request.url for request in self._running]}"
-            self.page.wait_for_timeout(50)
-            if self._running:
-                quiet_since = time.monotonic()
+            # In the page's own time: a page that is busy drawing has yet to ask what comes next.
+            self.page.evaluate("() => new Promise(done => setTimeout(done, 50))")
+            quiet = 0 if self._running else quiet + 1
 
     def field(self, label: str) -> Any:
         """An element by its label, which may be followed by an explanation; of a slider the number beside it."""
