@@ -83,7 +83,8 @@ def changes(
     if adapters and run.quantization_bit is None and _may_quantize(run) and software.bitsandbytes is not None:
         yield Change(set={"quantization_bit": 4}, costs="some precision and speed: base weights in 4 bit")
     if run.finetuning_type == "full" and run.stage in ("pt", "sft", "dpo", "kto", "rm"):
-        yield Change(set={"finetuning_type": "lora"}, costs="another method: adapters instead of all weights")
+        own = {"use_badam": False} if run.use_badam else {}  # LLaMA-Factory takes no adapters with it
+        yield Change(set={"finetuning_type": "lora"} | own, costs="another method: adapters instead of all weights")
     cutoff = run.cutoff_len
     while cutoff > SHORTEST_CUTOFF:
         cutoff = min(cutoff - 1, int(cutoff * CUTOFF_RATIO)) // CUTOFF_STEP * CUTOFF_STEP

@@ -41,7 +41,7 @@ def remark(run: RunDescription, num_layers: int) -> str:
     if run.badam_switch_mode == "random":
         return "BAdam draws its layers: the first one is taken to be among them, as the lowest takes most."
     if run.max_steps > 0 or run.badam_switch_mode == "fixed":
-        return f"The lowest layer that BAdam trains in this run is number {lowest}, counted from 0: the lowest takes most."
+        return f"The lowest layer that BAdam trains in this run takes most: number {lowest}, counted from 0."
     return "BAdam is taken to reach every layer, as without `max_steps` the number of steps is not known."
 
 
@@ -103,4 +103,6 @@ def _invalid(run: RunDescription, num_layers: int) -> Iterator[str]:
         yield "BAdam fails with `badam_switch_mode: fixed` and no `badam_start_block`"
     start = run.badam_start_block
     if start is not None and not -num_layers <= start < num_layers:
-        yield phrase("BAdam fails with `badam_start_block: {start}`: there are {num} layers", start=start, num=num_layers)
+        yield phrase(
+            "BAdam fails with `badam_start_block: {start}`: there are {num} layers", start=start, num=num_layers
+        )

@@ -92,9 +92,7 @@ def optimizer_memory(
     if run.use_adam_mini:
         raise Unmodelled("The optimizer of `use_adam_mini` has no formula yet")
     if run.use_badam:
-        inner = optimizer_memory(
-            replace(run, use_badam=False), groups, FLOAT32, software=software, block=block
-        )
+        inner = optimizer_memory(replace(run, use_badam=False), groups, FLOAT32, software=software, block=block)
         return _blockwise(inner, groups, trained, block)
     if run.galore_layerwise or run.apollo_layerwise:
         raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
