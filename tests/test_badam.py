@@ -88,6 +88,6 @@ def test_a_run_that_does_not_fit_gets_remedies_that_keep_badam_alone(tmp_path: P
     run = {"model_name_or_path": str(tmp_path), "do_train": True, "dataset": "rows", "template": "qwen3", "bf16": True}
     run |= {"output_dir": "out", "finetuning_type": "full", "use_badam": True, "cutoff_len": 8192}
     result = preflight.check(run, gpu="24GiB", host_ram="256GiB")
-    assert result.verdict.word == "does_not_fit" and result.remedies
+    assert result.verdict.word == "will_not_fit" and result.remedies
     assert not any({"optim", "pure_bf16", "deepspeed"} & remedy.set.keys() for remedy in result.remedies)
     assert all(remedy.set.get("use_badam") is False for remedy in result.remedies if "finetuning_type" in remedy.set)
