@@ -119,6 +119,8 @@ def sentences() -> Iterator[str]:
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Yield) or node.value is None:
                 continue
+            if isinstance(node.value, ast.Call) and not node.value.args:  # no sentence
+                continue
             text = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
             if isinstance(text, ast.Constant):
                 yield ".*".join(map(re.escape, re.split(r"\{\w+\}", str(text.value))))
