@@ -86,7 +86,8 @@ WITHOUT_EFFECT = frozenset(
         # Sampling.
         "do_sample", "generation_max_length", "length_penalty", "max_length", "repetition_penalty",
         "skip_special_tokens", "temperature", "top_k", "top_p", "use_cache", "use_kv_cache",
-        # Read only under a switch that is `unknown` itself: PPO, BAdam, fp8, FSDP, KTransformers, other engines, Ray.
+        # Read only under a switch that is `unknown` itself: PPO, BAdam by ratio, fp8, FSDP, KTransformers,
+        # other engines, Ray.
         "adapter_folder", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
         "kt_expert_checkpoint_path", "kt_lora_expert_intermediate_size", "kt_lora_expert_num", "kt_use_lora_experts",
         "kt_weight_path", "oft_target", "optim_target_modules", "ppo_buffer_size", "ray_init_kwargs",
