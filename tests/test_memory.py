@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "rotation that does not divide": ({"finetuning_type": "oft", "oft_block_size": 60}, QWEN3),
     "a target": ({"lora_target": ("lm_head",)}, QWEN3),
     "every norm": ({"additional_target": ("norm",)}, QWEN3),
-    "badam": ({"finetuning_type": "full", "use_badam": True}, QWEN3),
+    "badam by ratio": ({"finetuning_type": "full", "use_badam": True, "badam_mode": "ratio"}, QWEN3),
     "adam-mini": ({"finetuning_type": "full", "use_adam_mini": True}, QWEN3),
     "layer-wise galore": ({"finetuning_type": "full", "use_galore": True, "galore_layerwise": True}, QWEN3),
     "layer-wise apollo": ({"finetuning_type": "full", "use_apollo": True, "apollo_layerwise": True}, QWEN3),

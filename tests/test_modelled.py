@@ -62,6 +62,9 @@ PREDICTED: Mapping[str, dict[str, Any]] = {
     )},
     "galore": FULL | {"use_galore": True, "optim": "adamw_torch", "bf16": False, "pure_bf16": True},
     "apollo": FULL | {"use_apollo": True, "optim": "adamw_torch", "bf16": False, "pure_bf16": True},
+    "badam": FULL | {"use_badam": True},
+    "badam from the last layer": FULL | {"use_badam": True, "badam_switch_mode": "descending", "max_steps": 99},
+    "badam at random": FULL | {"use_badam": True, "badam_switch_mode": "random", "optim": "adamw_torch"},
     "muon": FULL | {"use_muon": True},
     "evaluation": {"val_size": 0.1, "eval_strategy": "steps"},
     "evaluation by generating": {"val_size": 0.1, "do_eval": True, "predict_with_generate": True},
@@ -73,7 +76,11 @@ UNKNOWN: Mapping[str, tuple[dict[str, Any], str]] = {
     "fp8": ({"fp8": True}, "fp8"),
     "hyperparallel": ({"use_hyper_parallel": True}, "use_hyper_parallel"),
     "megatron's adapter": ({"use_mca": True}, "use_mca"),
-    "badam": (FULL | {"use_badam": True}, "BAdam"),
+    "badam by ratio": (FULL | {"use_badam": True, "badam_mode": "ratio"}, "badam_mode: ratio"),
+    "badam on the last layers": ({"finetuning_type": "freeze", "use_badam": True}, "finetuning_type: freeze"),
+    "badam of pairs": (FULL | {"use_badam": True, "stage": "dpo"}, "stage `dpo`"),
+    "badam in fp16": (FULL | {"use_badam": True, "bf16": False, "fp16": True}, "bfloat16"),
+    "badam in 8 bit": (FULL | {"use_badam": True, "optim": "adamw_8bit"}, "torch's AdamW"),
     "adam-mini": (FULL | {"use_adam_mini": True}, "use_adam_mini"),
 }
 TEXT: dict[str, Any] = {

@@ -13,7 +13,7 @@ import pytest
 from llamafactory_preflight import fsdp, memory
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import Ranks, fsdp_refusals, refusals
+from llamafactory_preflight.memory import Ranks, badam, fsdp_refusals, refusals
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -36,6 +36,7 @@ def launched(**section: Any) -> dict[str, Any]:
 
 
 FULL = {"finetuning_type": "full"}
+BADAM = FULL | {"use_badam": True}
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | None]] = {
     "Runs with `use_unsloth` have no formula": ({"use_unsloth": True}, QWEN3, SOFTWARE, None),
     "What `add_tokens` does to memory": ({"unmodelled": ("add_tokens",)}, QWEN3, SOFTWARE, None),
@@ -71,6 +72,19 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | Non
         {"gradient_checkpointing": True, "disable_gradient_checkpointing": True}, VISION, SOFTWARE, PICTURE,
     ),
     "What `fsdp_sharding_strategy: HYBRID_SHARD`": (launched(sharding_strategy="HYBRID_SHARD"), QWEN3, SOFTWARE, None),
+    "BAdam with `finetuning_type: lora`": ({"use_badam": True}, QWEN3, SOFTWARE, None),
+    "BAdam with `badam_mode: ratio`": (BADAM | {"badam_mode": "ratio"}, QWEN3, SOFTWARE, None),
+    "BAdam in stage `rm`": (BADAM | {"stage": "rm"}, QWEN3, SOFTWARE, None),
+    "BAdam under DeepSpeed": (BADAM | plan(3), QWEN3, SOFTWARE, None),
+    "BAdam on experts": (BADAM, MOE, SOFTWARE, None),
+    "BAdam has a formula for checkpoints": (BADAM, FLOAT32, SOFTWARE, None),
+    "BAdam has a formula around": (BADAM | {"optim": "adamw_8bit"}, QWEN3, SOFTWARE, None),
+    "BAdam with `upcast_layernorm`": (BADAM | {"upcast_layernorm": True}, QWEN3, SOFTWARE, None),
+    "BAdam knows no": (BADAM | {"badam_switch_mode": None}, QWEN3, SOFTWARE, None),
+    "BAdam fails without a `badam_switch_interval`": (BADAM | {"badam_switch_interval": 0}, QWEN3, SOFTWARE, None),
+    "BAdam fails with `badam_switch_mode: fixed`": (BADAM | {"badam_switch_mode": "fixed"}, QWEN3, SOFTWARE, None),
+    "BAdam fails with `badam_start_block: 99`": (BADAM | {"badam_start_block": 99}, QWEN3, SOFTWARE, None),
+    "BAdam on several GPUs": (BADAM, QWEN3, SOFTWARE, None),
     "FSDP without bf16": (launched() | {"bf16": False, "fp16": True}, QWEN3, SOFTWARE, None),
     "FSDP with a checkpoint that is not": (launched(), FLOAT32, SOFTWARE, None),
     "Stage `kto` or generation under FSDP": (launched() | {"stage": "kto"}, QWEN3, SOFTWARE, None),
@@ -101,9 +115,11 @@ def test_a_path_without_a_formula_is_named(case: str) -> None:
 
 def sentences() -> Iterator[str]:
     """Each sentence that the refusals yield, as a regular expression."""
-    for module in (refusals, fsdp_refusals):
+    for module in (refusals, fsdp_refusals, badam):
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Yield) or node.value is None:
+                continue
+            if isinstance(node.value, ast.Call) and not node.value.args:  # no sentence
                 continue
             text = node.value.args[0] if isinstance(node.value, ast.Call) else node.value
             if isinstance(text, ast.Constant):

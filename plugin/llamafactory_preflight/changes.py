@@ -77,12 +77,14 @@ def changes(
     yield from sharding(run, shards)
     if run.finetuning_type in ("full", "freeze") and _plain_adamw(run) and software.bitsandbytes and not run.deepspeed:
         yield Change(set={"optim": "paged_adamw_8bit"}, costs="some speed; 8-bit optimizer states in main memory")
-    if run.finetuning_type in ("full", "freeze") and run.bf16 and has_bf16 and run.deepspeed is None:
+    masters = run.finetuning_type in ("full", "freeze") and not run.use_badam
+    if masters and run.bf16 and has_bf16 and run.deepspeed is None:
         yield Change(set={"bf16": False, "pure_bf16": True}, costs="precision: no float32 master weights")
     if adapters and run.quantization_bit is None and _may_quantize(run) and software.bitsandbytes is not None:
         yield Change(set={"quantization_bit": 4}, costs="some precision and speed: base weights in 4 bit")
     if run.finetuning_type == "full" and run.stage in ("pt", "sft", "dpo", "kto", "rm"):
-        yield Change(set={"finetuning_type": "lora"}, costs="another method: adapters instead of all weights")
+        own = {"use_badam": False} if run.use_badam else {}  # LLaMA-Factory takes no adapters with it
+        yield Change(set={"finetuning_type": "lora"} | own, costs="another method: adapters instead of all weights")
     cutoff = run.cutoff_len
     while cutoff > SHORTEST_CUTOFF:
         cutoff = min(cutoff - 1, int(cutoff * CUTOFF_RATIO)) // CUTOFF_STEP * CUTOFF_STEP

@@ -44,7 +44,7 @@ WITHOUT_EFFECT = frozenset(
         # What is learned, and how fast.
         "adam_beta1", "adam_beta2", "adam_epsilon", "apollo_scale", "apollo_scale_front", "apollo_scale_type",
         "apollo_update_interval", "asft_alpha", "average_tokens_across_devices", "badam_mask_mode",
-        "badam_start_block", "badam_switch_interval", "badam_switch_mode", "badam_verbose", "dpo_label_smoothing",
+        "badam_verbose", "dpo_label_smoothing",
         "eaft_alpha", "early_stopping_steps", "galore_scale", "galore_update_interval", "init_special_tokens",
         "kto_chosen_weight", "kto_rejected_weight", "learning_rate", "ld_alpha", "lora_alpha", "loraplus_lr_embedding",
         "loraplus_lr_ratio", "lr_scheduler_kwargs", "lr_scheduler_type", "pissa_iter", "ppo_epochs", "ppo_score_norm",
@@ -86,8 +86,9 @@ WITHOUT_EFFECT = frozenset(
         # Sampling.
         "do_sample", "generation_max_length", "length_penalty", "max_length", "repetition_penalty",
         "skip_special_tokens", "temperature", "top_k", "top_p", "use_cache", "use_kv_cache",
-        # Read only under a switch that is `unknown` itself: PPO, BAdam, fp8, FSDP, KTransformers, other engines, Ray.
-        "adapter_folder", "badam_mode", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
+        # Read only under a switch that is `unknown` itself: PPO, BAdam by ratio, fp8, FSDP, KTransformers,
+        # other engines, Ray.
+        "adapter_folder", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
         "kt_expert_checkpoint_path", "kt_lora_expert_intermediate_size", "kt_lora_expert_num", "kt_use_lora_experts",
         "kt_weight_path", "oft_target", "optim_target_modules", "ppo_buffer_size", "ray_init_kwargs",
         "ray_num_workers", "reward_model",

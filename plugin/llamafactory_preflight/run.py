@@ -102,6 +102,10 @@ class RunDescription:
     apollo_rank: int = 16
     apollo_layerwise: bool = False
     use_badam: bool = False
+    badam_mode: str = "layer"
+    badam_switch_mode: str | None = "ascending"
+    badam_switch_interval: int | None = 50
+    badam_start_block: int | None = None
     use_adam_mini: bool = False
     use_muon: bool = False
     # loop

@@ -36,6 +36,7 @@ class Builder:
         ops: The operations, with the ledger.
         fresh_gradients: Gradients are made anew in each micro-step (no accumulation), so the ledger sees them grow.
         first_step: No optimizer states exist, and kernels are tuned.
+        block: The only layer that trains in this step, or None where the run's method decides (BAdam).
         gradients: What takes the gradients in hand as they come, where ranks share them: every layer is then run.
     """
 
@@ -47,11 +48,12 @@ class Builder:
         *,
         fresh_gradients: bool,
         first_step: bool = False,
+        block: int | None = None,
         gradients: Gradients | None = None,
     ) -> None:
         self.run, self.shape, self.ops = run, shape, ops
         self.fresh_gradients, self.first_step = fresh_gradients, first_step
-        self.gradients, self.number = gradients, ENDS
+        self.block, self.gradients, self.number = block, gradients, ENDS
         self.precision = precision(run, shape)
         self.kernels = Kernels(
             liger=run.enable_liger_kernel and shape.family.liger,
@@ -64,7 +66,7 @@ class Builder:
 
     def model(self, batch: Batch) -> Model:
         """The trained model, for one batch."""
-        full = self.run.finetuning_type == "full"
+        full = self.run.finetuning_type == "full" and self.block is None
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
         ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
@@ -94,7 +96,10 @@ class Builder:
         others still hold what they keep.
         """
         count, run = self.shape.num_layers, self.run
-        if run.finetuning_type == "freeze":
+        if self.block is not None:
+            behind = count - self.block - 1
+            parts = [(False, self.block), (True, 1), (False, behind - 1), (False, min(1, behind))]
+        elif run.finetuning_type == "freeze":
             trained = min(abs(run.freeze_trainable_layers), count)
             parts = [(False, count - trained), (True, trained - 1), (True, 1)]
             if run.freeze_trainable_layers < 0:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import dtypes, inference, optimizers, parameters, preference, statics, step
+from llamafactory_preflight.memory import badam, dtypes, inference, optimizers, parameters, preference, statics, step
 from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
@@ -49,6 +50,8 @@ class Estimator:
     ) -> None:
         self.run, self.shape, self.software, self.card, self.ranks = run, shape, software, card, ranks
         self.images, self.eval_length = images, eval_length
+        if run.use_badam and ranks.world > 1:
+            raise Unmodelled("BAdam on several GPUs takes DeepSpeed ZeRO-3, for which it has no formula yet")
         self.batch = training_batch(run, shape.vision, length, images)
         self.precision = precision(run, shape)
         self.block = Ledger(expandable_segments=card.expandable_segments).block
@@ -87,7 +90,7 @@ class Estimator:
         held = {
             "weights": self.weights + self.reference,
             "adapters": self.adapters,
-            "optimizer": self.optimizer.states if states else 0,
+            "optimizer": self.optimizer.masters + (self.optimizer.states if states else 0),
             "gradients": self.gradients if gradients else 0,
             "buffers": self.buckets + 2 * cublas_workspace(self.card.compute_capability),
         }
@@ -98,14 +101,20 @@ class Estimator:
 
         From the second step on optimizer states exist; the first is higher only where it tunes kernels.
         """
+        if self.run.use_badam:
+            visits = badam.fullest(self.run, self.shape.num_layers)
+            peaks = [self._micro_step(first=visit.first, block=visit.block) for visit in visits]
+            return max(peaks, key=lambda peak: peak[0])
         steady = self._micro_step(first=False)
         tunes = self.shape.moe is not None and self.shape.moe.stacked and self.run.enable_liger_kernel
         return max(steady, self._micro_step(first=True), key=lambda peak: peak[0]) if tunes else steady
 
-    def _micro_step(self, *, first: bool) -> tuple[int, dict[str, int]]:
+    def _micro_step(self, *, first: bool, block: int | None = None) -> tuple[int, dict[str, int]]:
         ledger, held = self.ledger(gradients=not self.fresh_gradients, states=not first)
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=self.fresh_gradients, first_step=first)
+        builder = Builder(
+            self.run, self.shape, ops, fresh_gradients=self.fresh_gradients, first_step=first, block=block
+        )
         self._run(ops, builder, self.batch)
         peak = ledger.take_peak()
         del held
@@ -145,7 +154,7 @@ class Estimator:
 
     def phases(self) -> tuple[dict[str, int], dict[str, int]]:
         """Peak of every phase, and the split of the largest of load, forward and backward, and step."""
-        resting = self.weights + self.reference + self.adapters + self.buckets
+        resting = self.weights + self.reference + self.adapters + self.buckets + self.optimizer.masters
         busy, split = self.forward_backward()
         workspace = 2 * cublas_workspace(self.card.compute_capability)
         stepping = resting + self.optimizer.states + self.gradients + self.optimizer.step + workspace
@@ -161,11 +170,12 @@ class Estimator:
                 "weights": self.weights + self.reference,
                 "adapters": self.adapters,
                 "gradients": self.gradients,
-                "optimizer": self.optimizer.states,
+                "optimizer": self.optimizer.masters + self.optimizer.states,
                 "buffers": self.buckets + workspace + self.optimizer.step,
             }
         if phases["load"] > sum(split.values()):
             held = {"weights": self.weights + self.reference, "adapters": self.adapters}
+            held["optimizer"] = self.optimizer.masters
             split = dict.fromkeys(COMPONENTS, 0) | held | {"buffers": phases["load"] - sum(held.values())}
         return phases, split
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import dtypes
@@ -29,10 +29,17 @@ NEWTON_SCHULZ_COPIES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerMemory:
-    """Bytes of the states between steps, and of what a step needs on top for a moment."""
+    """Bytes between steps, and of what a step needs on top for a moment.
+
+    Attributes:
+        states: The optimizer's states.
+        step: What a step needs beside them and the gradients.
+        masters: Float32 copies of what trains in 16 bit, which no checkpoint keeps.
+    """
 
     states: int
     step: int
+    masters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +89,11 @@ def optimizer_memory(
     Raises:
         Unmodelled: An optimizer without a formula.
     """
-    for name in ("use_badam", "use_adam_mini"):
-        if getattr(run, name):
-            raise Unmodelled(phrase("The optimizer of `{name}` has no formula yet", name=name))
+    if run.use_adam_mini:
+        raise Unmodelled("The optimizer of `use_adam_mini` has no formula yet")
+    if run.use_badam:
+        inner = optimizer_memory(replace(run, use_badam=False), groups, FLOAT32, software=software, block=block)
+        return _blockwise(inner, groups, trained, block)
     if run.galore_layerwise or run.apollo_layerwise:
         raise Unmodelled("Layer-wise GaLore and APOLLO have no formula yet")
     if run.use_galore or run.use_apollo:
@@ -109,6 +118,21 @@ def optimizer_memory(
     if name in BITSANDBYTES:
         return _bitsandbytes(BITSANDBYTES[name], groups, block)
     raise Unmodelled(phrase("Optimizer `{name}` has no formula yet", name=name))
+
+
+def _blockwise(
+    inner: OptimizerMemory, groups: Sequence[Group], trained: int, block: Callable[[int], int]
+) -> OptimizerMemory:
+    """BAdam: the inner optimizer steps on float32 copies of the active layer, with float32 copies of its gradients.
+
+    Source: badam/block_optim.py. The 16-bit gradients go one by one as their copies come; those last until all weights
+    are written back, each through a copy in its own type. At a switch the former layer's copies and states are still
+    there while the next one's copies are made, in the place of the gradients, so that takes no more.
+    """
+    masters = tensor_bytes(groups, dtypes.size(FLOAT32), block)
+    replaced = tensor_bytes(groups, dtypes.size(trained), block)
+    written = block(max(group.numel for group in groups) * dtypes.size(trained))
+    return OptimizerMemory(states=inner.states, step=masters - replaced + max(inner.step, written), masters=masters)
 
 
 def _bitsandbytes(kind: Bitsandbytes, groups: Sequence[Group], block: Callable[[int], int]) -> OptimizerMemory:

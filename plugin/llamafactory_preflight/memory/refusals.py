@@ -7,7 +7,7 @@ from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import fsdp_refusals
+from llamafactory_preflight.memory import badam, fsdp_refusals
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
@@ -45,6 +45,8 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
         yield from _deepspeed(run, run.deepspeed, shape)
     elif run.fsdp_plan is not None:
         yield from fsdp_refusals.reasons(run, run.fsdp_plan, shape, software)
+    if run.use_badam:
+        yield from badam.reasons(run, shape)
     if run.stage == "ppo":
         yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
     if run.label_smoothing_factor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llamafactory_preflight.images import Images
+from llamafactory_preflight.memory import badam
 from llamafactory_preflight.memory.batch import Batch, adds_dummy_image, attention_kernel
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.checkpointing import hooks_inputs
@@ -18,6 +19,8 @@ def remarks(run: RunDescription, shape: ModelShape, batch: Batch, images: Images
     yield f"A micro-batch is {batch.sequences} x {batch.length} tokens, the longest that the arguments allow."
     if run.gradient_checkpointing and run.disable_gradient_checkpointing:
         yield "`gradient_checkpointing: true` makes the Trainer checkpoint although it is disabled elsewhere."
+    if run.use_badam:
+        yield badam.remark(run, shape.num_layers)
     if run.enable_liger_kernel and not shape.family.liger:
         yield f"LLaMA-Factory has no liger kernels for {shape.model_type}: the logits are written out."
     if batch.sequences > 1 and batch.mask == "none" and not run.packing and attention_kernel(run) == "sdpa":

@@ -138,7 +138,9 @@ def norm_groups(shape: ModelShape, *, count: int) -> list[Group]:
 
 
 def trainable_groups(run: RunDescription, shape: ModelShape) -> list[Group]:
-    """Everything that gets a gradient."""
+    """Everything that gets a gradient; under BAdam the one layer that trains at a time."""
+    if run.use_badam:
+        return layer_groups(run, shape, count=1)
     if run.finetuning_type == "full":
         return model_groups(shape)
     if run.finetuning_type == "freeze":
