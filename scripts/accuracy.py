@@ -1,6 +1,7 @@
 """Compares predictions with measured runs and prints every row, the worst first.
 
 usage: python scripts/accuracy.py [--accept] [FOLDER ...]     (default: every folder of tests/measured)
+       python scripts/accuracy.py --predict FOLDER ...        (before the runs: adds to predictions.jsonl)
 
 With --accept, what is predicted now is written to predicted_now.json, which a test compares, and the tables to
 tests/measured/README.md. A folder has cases.json (models and arguments, as scripts/measure_runs.py reads them) and
@@ -13,7 +14,7 @@ import json
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEs
     word = verdict.judge_gpu(estimate, context_bytes=0, budget_bytes=cap).word if cap else None
     evaluation = result.get("evaluate_peak_allocated_gib")
     # Measured over the steps: where loading takes more, as before DeepSpeed casts what is trained, it is left out.
-    busy = max(estimate.phases["forward_backward"], estimate.phases["optimizer_step"])
+    busy = _busy(estimate)
     share = busy / estimate.peak_allocated_bytes
     return Row(
         id=case["id"],
@@ -154,6 +155,10 @@ def _row(case: dict[str, Any], result: dict[str, Any], estimate: memory.MemoryEs
         beforehand=early.get("peak_allocated_bytes"),
         host=_host(case, result, estimate, early),
     )
+
+
+def _busy(estimate: memory.MemoryEstimate) -> int:
+    return max(estimate.phases["forward_backward"], estimate.phases["optimizer_step"])
 
 
 def _peak(result: dict[str, Any]) -> float:
@@ -238,8 +243,32 @@ def _spread(errors: Sequence[float]) -> str:
     return f"{len(errors)} finished runs, median error {median:.3%}, worst {min(errors):+.2%} and {max(errors):+.2%}"
 
 
+def predict(folder: Path) -> None:
+    """Writes what is predicted of the cases that have no prediction yet; what was written before stays."""
+    plan = json.loads((folder / "cases.json").read_text())
+    written = folder / "predictions.jsonl"
+    known = {json.loads(line)["id"] for line in written.read_text().splitlines()} if written.exists() else set()
+    rows = [_prediction(case, prepare(case, plan["models"])()) for case in plan["cases"] if case["id"] not in known]
+    with written.open("a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _prediction(case: dict[str, Any], estimate: memory.MemoryEstimate) -> dict[str, Any]:
+    """Peaks as they are measured: while the steps run, and in main memory with the saving only where it saves."""
+    return asdict(estimate) | {
+        "id": case["id"],
+        "peak_allocated_bytes": _busy(estimate),
+        "host_bytes": estimate.host_bytes if case.get("save") else estimate.host_training_bytes,
+    }
+
+
 def main(arguments: Sequence[str]) -> None:
     """Prints the tables; with --accept writes them."""
+    if "--predict" in arguments:
+        for argument in arguments:
+            if argument != "--predict":
+                predict(Path(argument))
+        return
     accept = "--accept" in arguments
     named = [Path(argument) for argument in arguments if argument != "--accept"]
     parts = []

@@ -36,6 +36,8 @@ LEFT_OUT = {
     "use_swanlab", "ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters", "adapter_folder",
 }  # fmt: skip
 OTHERS = ("swanlab_", "wandb_", "trackio_", "hub_", "push_to_hub", "ray_", "export_", "default_system", "project")
+UNSET = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "bf16": False}
+"""The Trainer's defaults, where `measure_runs` has others."""
 SHAPE = (
     *("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings", "num_experts", "num_experts_per_tok"),
@@ -44,14 +46,17 @@ SHAPE = (
 
 
 def case_of(given: dict[str, Any], steps: int) -> dict[str, Any]:
-    """The case that `measure_runs` runs in place of a user's run."""
+    """The case that `measure_runs` runs in place of a user's run.
+
+    What the user leaves out is as LLaMA-Factory has it, not as the measured rounds of this project do.
+    """
     secret = tuple(f"_{word}" for word in ("token", "key", "secret", "url", "id", "path", "dir"))
     args = {
         name: value
         for name, value in given.items()
         if name not in LEFT_OUT and not name.endswith(secret) and not name.startswith(OTHERS)
     }
-    return {"id": "mine", "model": "mine", "args": args | {"max_steps": steps}}
+    return {"id": "mine", "model": "mine", "args": UNSET | args | {"max_steps": steps}}
 
 
 def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import measure_runs
+import yaml
 
 
 SCRIPTS = Path(__file__).resolve().parent
@@ -56,12 +57,12 @@ CASES: list[dict[str, Any]] = [
         "says": "in the evaluation after step 1", "remedy": True,
     },
     {
-        "id": "save", "cap_gib": 3, "args": {"cutoff_len": 256, "save_strategy": "steps", "save_steps": 2},
-        "in_save_gib": 4, "says": "while saving after step 2",
+        "id": "save", "cap_gib": 4, "args": FULL | {"cutoff_len": 64, "save_strategy": "steps", "save_steps": 2},
+        "in_save_gib": 2, "says": "while saving after step 2", "remedy": True,
     },
     {
         "id": "neighbour", "leave_gib": 3, "args": {"per_device_train_batch_size": 8},
-        "says": "in the forward or backward pass of step 1",
+        "says": "in the forward or backward pass of step 1", "remedy": True,
     },
     {
         "id": "fits", "cap_gib": 6, "args": {"cutoff_len": 512}, "finishes": True,
@@ -152,27 +153,20 @@ def neighbour(leave_gib: float) -> Any:
 
 def provoke(case: dict[str, Any], out: Path) -> dict[str, Any]:
     """Runs a case, and again with the first remedy that it was told."""
-    args = prepare(case)
-    args["output_dir"] += "_a"
     with neighbour(case["leave_gib"]) if "leave_gib" in case else contextlib.nullcontext():
-        row = child(case, args, out.with_suffix(f".{case['id']}.log"))
-    told = row.get("told", "")
-    row["right"] = (
-        bool(row.get("finished") and row.get("pictures"))
-        if case.get("finishes")
-        else case["says"] in " ".join(told.split())
-    )
-    remedy = re.search(r"It fits with .*?\n    (\S+=\S.*)\n", told)
-    if remedy is not None and "cap_gib" in case:
-        import yaml
-
+        args = prepare(case)
+        row = child(case, args | {"output_dir": args["output_dir"] + "_a"}, out.with_suffix(f".{case['id']}.log"))
+        told = row.get("told", "")
+        if case.get("finishes"):
+            return row | {"right": bool(row.get("finished") and row.get("pictures"))}
+        row["right"] = case["says"] in " ".join(told.split())
+        remedy = re.search(r"It fits with .*?\n    (\S+=\S.*)\n", told)
+        if remedy is None:
+            return row | {"right": row["right"] and not case.get("remedy")}
         changes = {name: yaml.safe_load(value) for name, value in (item.split("=", 1) for item in remedy[1].split())}
         again = child(case, args | changes | {"output_dir": args["output_dir"] + "_b"}, out.with_suffix(".remedy.log"))
-        row["remedy"] = {"set": remedy[1], "finished": again.get("finished"), "message": again.get("message")}
-        row["right"] &= bool(again.get("finished"))
-    elif case.get("remedy"):
-        row["right"] = False
-    return row
+    row["remedy"] = {"set": remedy[1], "finished": again.get("finished"), "message": again.get("message")}
+    return row | {"right": row["right"] and bool(again.get("finished"))}
 
 
 def main() -> int:

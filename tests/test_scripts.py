@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from llamafactory_preflight.run import RunDescription
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -152,11 +155,27 @@ def test_a_row_to_share_holds_no_path_and_no_name() -> None:
     shared = measure_peak.row_to_share(case, config, row, card="A100", predicted_gib=1.5)
     odd = {"args": case["args"] | {"additional_target": "/home/me/x", "rope_scaling": "my words"}}
     assert measure_peak.row_to_share(odd, config, row)["args"] == case["args"]
-    assert case["args"] == {"lora_rank": 4, "stage": "sft", "cutoff_len": 128, "max_steps": 3}
+    assert case["args"] == measure_peak.UNSET | {"lora_rank": 4, "stage": "sft", "cutoff_len": 128, "max_steps": 3}
+    assert measure_peak.case_of({"bf16": True}, 3)["args"]["bf16"]
     assert shared == {
         "shape": {"model_type": "qwen3", "hidden_size": 64}, "args": case["args"], "ok": True,
         "peak_allocated_gib": 1.5, "card": "A100", "predicted_gib": 1.5,
     }  # fmt: skip
+
+
+def test_what_a_yaml_leaves_out_is_measured_as_llamafactory_has_it() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import measure_peak
+        import measure_runs
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    names = {field.name: field.default for field in dataclasses.fields(RunDescription)}
+    measured = measure_runs.DEFAULTS | measure_peak.case_of({}, 3)["args"]
+    memory = measured.keys() & names.keys() - {"lora_target", "do_train", "template", "save_strategy", "max_steps"}
+    memory -= {"preprocessing_num_workers"}
+    assert {name: measured[name] for name in memory} == {name: names[name] for name in memory}
+    assert measured["lora_target"] == ",".join(names["lora_target"])
 
 
 def test_measuring_needs_a_card_and_says_so(run: Any, tmp_path: Path) -> None:
