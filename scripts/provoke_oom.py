@@ -20,8 +20,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import measure_runs
 import yaml
+
+import measure_runs
 
 
 SCRIPTS = Path(__file__).resolve().parent
