@@ -38,7 +38,25 @@ def heights(trace: Path) -> dict[str, int]:
     return {"micro_step": height("MICRO2", "MICRO3"), "step": height("STEP3")}
 
 
-def prepare(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> Any:
+def quantize(network: Any) -> Any:
+    """The same model in 4 bit with LLaMA-Factory's checkpointing, loaded as LLaMA-Factory does under ZeRO-3."""
+    import torch
+    from llamafactory.hparams import ModelArguments
+    from llamafactory.model.model_utils.checkpointing import prepare_model_for_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kind = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16, bnb_4bit_quant_storage=torch.bfloat16,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        network.save_pretrained(folder)
+        network = AutoModelForCausalLM.from_pretrained(folder, quantization_config=kind, dtype=torch.bfloat16)
+    prepare_model_for_training(network, ModelArguments(model_name_or_path="m"))
+    return network
+
+
+def prepare(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantized: bool = False) -> Any:
     """A DeepSpeed engine around a new model with gradient checkpointing, for micro-steps of one sequence."""
     import deepspeed
     import torch
@@ -49,11 +67,15 @@ def prepare(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> Any
         "gradient_clipping": 1.0, "zero_allow_untested_optimizer": True,
     }  # fmt: skip
     network = AutoModelForCausalLM.from_config(AutoConfig.for_model(**model), dtype=torch.bfloat16)
-    network.gradient_checkpointing_enable({"use_reentrant": True})
+    if quantized:
+        network = quantize(network)
+    else:
+        network.gradient_checkpointing_enable({"use_reentrant": True})
     if lora:
         from peft import LoraConfig, get_peft_model
 
-        network.enable_input_require_grads()
+        if not quantized:
+            network.enable_input_require_grads()
         adapters = LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM")
         network = get_peft_model(network, adapters, autocast_adapter_dtype=False)
     network.train()
@@ -91,7 +113,7 @@ def record(model: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
     return heights(trace)
 
 
-def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> list[str]:
+def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantized: bool) -> list[str]:
     """Elements that count as gathered after each module, a line for each micro-step."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
@@ -102,7 +124,7 @@ def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool) -> list
         fetch(self, *args, **kwargs)
         steps[-1].append(self._PartitionedParameterCoordinator__n_available_params)
 
-    engine = prepare(model, config, lora=lora)
+    engine = prepare(model, config, lora=lora, quantized=quantized)
     PartitionedParameterCoordinator.fetch_sub_module = noting
     try:
         for _ in train(engine, model["vocab_size"]):
@@ -126,7 +148,8 @@ def main() -> None:
         torch.distributed.all_gather_object(found, record(known["model"], run["deepspeed"]))
         run["ranks"] = found
     for run in known["gathering"].values():
-        run["available"] = follow(known["model"], run["deepspeed"], lora=run["lora"])
+        quantized = run.get("quantized", False)
+        run["available"] = follow(known["model"], run["deepspeed"], lora=run["lora"], quantized=quantized)
     if rank == "0":
         FILE.write_text(json.dumps(known, indent=1) + "\n")
 

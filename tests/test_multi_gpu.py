@@ -103,8 +103,10 @@ def test_parameters_are_gathered_module_by_module_as_deepspeed_does(
     monkeypatch.setattr(Coordinator, "begin_forward", beginning)
     monkeypatch.setattr(Coordinator, "_pass", passing)
     run = RunDescription(
-        model_name_or_path="m", bf16=True, finetuning_type=name, cutoff_len=8, per_device_train_batch_size=1,
-        gradient_accumulation_steps=2, deepspeed=recorded["deepspeed"] | {"bf16": {"enabled": True}},
+        model_name_or_path="m", bf16=True, finetuning_type="lora" if recorded["lora"] else "full", cutoff_len=8,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        deepspeed=recorded["deepspeed"] | {"bf16": {"enabled": True}},
+        quantization_bit=4 if recorded.get("quantized") else None,
     )  # fmt: skip
     shape = ModelShape.from_config(RECORDED["model"] | {"torch_dtype": "bfloat16"})
     memory.estimate(run, shape, software=SOFTWARE, ranks=Ranks(world=2, local=2))

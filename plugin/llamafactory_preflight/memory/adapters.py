@@ -65,22 +65,21 @@ class Linear:
             return ops.cast(self._base(ops, self._rotated(ops, x, self.oft)), x.dtype)
         if self.lora is None:
             return self._base(ops, x)
-        if self.quantization is not None and self.quantization.bitsandbytes:
-            return self._lora_quantized(ops, x, self.lora, self.quantization.bits)
-        return self._lora(ops, x, self.lora)
+        lora = self.lora
+        return ops.module(x, lora.a, lambda x: self._adapted(ops, x, lora), name=ADAPTER)
 
     def _base(self, ops: Ops, x: Tensor) -> Tensor:
         if self.quantization is None:
             return ops.linear(x, self.weight)
         if self.quantization.bits == 4 or not self.quantization.bitsandbytes:
-            return self._matmul_4bit(ops, x, self.quantization.compute_dtype)
+            dtype = self.quantization.compute_dtype
+            return ops.module(x, self.weight, lambda x: self._matmul_4bit(ops, x, dtype))
         return self._matmul_8bit(ops, x)
 
-    def _lora(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
-        """peft.tuners.lora.layer.Linear: the input is cast to the adapter's type whatever autocast does next."""
-        return ops.module(x, lora.a, lambda x: self._adapted(ops, x, lora), name=ADAPTER)
-
     def _adapted(self, ops: Ops, x: Tensor, lora: Lora) -> Tensor:
+        """peft.tuners.lora.layer.Linear: the input is cast to the adapter's type whatever autocast does next."""
+        if self.quantization is not None and self.quantization.bitsandbytes:
+            return self._adapted_quantized(ops, x, lora, self.quantization.bits)
         result = self._base(ops, x)
         dtype = result.dtype
         ops.borrow(lora.a)
@@ -92,16 +91,17 @@ class Linear:
         result = ops.add(result, update)
         return ops.cast(result, dtype)
 
-    def _lora_quantized(self, ops: Ops, x: Tensor, lora: Lora, bits: int) -> Tensor:
+    def _adapted_quantized(self, ops: Ops, x: Tensor, lora: Lora, bits: int) -> Tensor:
         """peft.tuners.lora.bnb: casts the input only without autocast; 4 bit clones the base result first."""
         result = self._base(ops, x)
         if bits == 4:
             result = ops.clone(result)
         dtype = result.dtype
         if ops.autocast_cache is None:
+            ops.borrow(lora.a)
             x = ops.cast(x, lora.a.dtype)
         if lora.magnitude is None:
-            update = ops.scale(ops.linear(ops.linear(ops.dropout(x, lora.dropout), lora.a), lora.b))
+            update = ops.scale(ops.linear(ops.linear(_dropped(ops, x, lora), lora.a), lora.b))
             update = ops.cast(update, dtype) if ops.autocast_cache is None else update
         else:
             update = self._dora(ops, x, result, lora, lora.magnitude)
@@ -148,15 +148,19 @@ class Linear:
         return out
 
     def _matmul_4bit(self, ops: Ops, x: Tensor, dtype: int) -> Tensor:
-        """bitsandbytes.matmul_4bit: brings the whole weight back to 16 bit, forward and backward."""
+        """bitsandbytes.matmul_4bit: brings the whole weight back to 16 bit, forward and backward.
+
+        The function itself keeps a view of the packed weight, not autograd, so it lives as long as the graph does.
+        """
         numel, given = self.weight.numel, x.dtype
         x = ops.cast(x, dtype)
         dequantized = ops.empty(numel, dtype, "buffers")
         out = ops.empty(x.numel // self.weight.width * (numel // self.weight.width), dtype)
         del dequantized
-        size = x.numel * dtypes.size(dtype)
+        size, kept = x.numel * dtypes.size(dtype), ops.view(self.weight)
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+            assert kept is not None
             dequantized = ops.storage(numel * dtypes.size(dtype), "buffers")
             dx = ops.storage(size)
             del dequantized

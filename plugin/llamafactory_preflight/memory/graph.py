@@ -35,12 +35,31 @@ class Weight(Tensor):
         self.width, self.key = width, key
 
 
+class Held(Storage):
+    """A view of a gathered weight: it takes nothing itself, and keeps the weight gathered while it lives."""
+
+    __slots__ = ("key", "modules")
+
+    def __init__(self, ledger: Ledger, modules: Modules, key: Key) -> None:
+        super().__init__(ledger, 0, "weights")
+        self.modules, self.key = modules, key
+        modules.hold(key)
+
+    def __del__(self) -> None:
+        super().__del__()
+        self.modules.let_go(self.key)
+
+
 class Graph:
     """What operations share: the ledger, the grad mode, the autocast cache, and the hooks of modules.
 
     Args:
         ledger: Books every byte.
         autocast_dtype: The autocast type, or None when the loop runs without autocast (`pure_bf16`).
+
+    Attributes:
+        modules: The hooks on all modules, where there are some.
+        own_linear: Whether DeepSpeed's function stands for F.linear: it saves parameters, and no views of them.
     """
 
     def __init__(self, ledger: Ledger, *, autocast_dtype: int | None) -> None:
@@ -50,6 +69,7 @@ class Graph:
         self.grad_enabled = True
         self.saved_hook: Callable[[Node], None] | None = None
         self.modules: Modules | None = None
+        self.own_linear = False
         self._clock = 0
 
     def empty(self, numel: int, dtype: int, component: str = "activations") -> Tensor:
@@ -138,6 +158,12 @@ class Graph:
     def end_container(self, x: Tensor) -> Tensor:
         """It ends with this output, whose gradient meets the module's hook."""
         return x if self.modules is None else self.hooked(x, self.modules.enter_container)
+
+    def view(self, weight: Weight) -> Storage:
+        """What a function keeps that saves a view of a weight, as torch's own linear does (`weight.t()`)."""
+        if self.modules is None or weight.key is None or not self.grad_enabled:
+            return weight.storage
+        return Held(self.ledger, self.modules, weight.key)
 
     def borrow(self, weight: Weight) -> None:
         """Reads a weight outside of its own module."""

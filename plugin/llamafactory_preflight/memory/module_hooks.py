@@ -26,3 +26,9 @@ class Modules(Protocol):
 
     def borrow(self, key: Key) -> None:
         """A module reads the weight of another one."""
+
+    def hold(self, key: Key) -> None:
+        """A function keeps a view of a weight for its backward, and with it the whole weight, gathered as it is."""
+
+    def let_go(self, key: Key) -> None:
+        """The function is gone."""

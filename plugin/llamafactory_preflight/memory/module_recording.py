@@ -58,6 +58,14 @@ class Recorder:
         """As `Modules` says."""
         self._pass(self._modules.borrow, key)
 
+    def hold(self, key: Key) -> None:
+        """As `Modules` says."""
+        self._pass(self._modules.hold, key)
+
+    def let_go(self, key: Key) -> None:
+        """As `Modules` says."""
+        self._pass(self._modules.let_go, key)
+
     def finish(self) -> Recording:
         """The recording, when the micro-step is over and all that it held is gone."""
         return Recording(hooks=self._hooks, last=self._taken())

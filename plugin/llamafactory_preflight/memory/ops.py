@@ -136,14 +136,14 @@ class Ops(Graph):
         rows = x.numel // weight.width
         out = self.empty(rows * (weight.numel // weight.width), x.dtype, component)
         saved: tuple[Storage, ...] = ()
-        if used.node is not None or self.modules is not None:  # DeepSpeed's own function saves its input always
+        if used.node is not None or self.own_linear:  # DeepSpeed's own function saves its input always
             saved += (x.storage,)
         if x.node is not None:
-            saved += (used.storage,)
+            saved += (used.storage if self.own_linear or used is not weight else self.view(weight),)
         dx = x.nbytes if x.node is not None else 0
         dw = used.nbytes if used.node is not None else 0
         owner = "gradients" if used is weight else "buffers"
-        viewed = self.modules is None
+        viewed = not self.own_linear
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
             to_input = Storage(self.ledger, dx, "activations", viewed=viewed) if dx else None

@@ -118,8 +118,6 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "A vision model under DeepSpeed has no formula yet"
     if plan.stage == 3 and shape.moe is not None:
         yield "Experts under ZeRO-3 have no formula yet"
-    if plan.stage == 3 and quantization(run, shape) is not None:
-        yield "4 bit under ZeRO-3 has no formula yet: each card takes the whole model before DeepSpeed cuts it"
 
 
 def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:

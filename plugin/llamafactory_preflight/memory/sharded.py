@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 
-from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics
+from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics, zero3_quantized
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
@@ -14,6 +14,7 @@ from llamafactory_preflight.memory.module_recording import Recorder, Recording
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, mark_bytes
+from llamafactory_preflight.memory.quantization import Quantized, quantization
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
@@ -39,7 +40,18 @@ class ShardedEstimator(Estimator):
     @cached_property
     def everything(self) -> Sequence[Parameter]:
         """All parameters, in order."""
-        return sharding.in_order(self.run, self.shape)
+        found, kind = sharding.in_order(self.run, self.shape), self.kind
+        return found if kind is None else zero3_quantized.packed(found, self.shape, kind, item=self.item)
+
+    @cached_property
+    def kind(self) -> Quantized | None:
+        """How the weights are quantized that stage 3 shares, or None where they are not."""
+        return quantization(self.run, self.shape) if self.plan.stage == 3 else None
+
+    @cached_property
+    def statistics(self) -> int:
+        """Bytes of quantized weights that no rank shares."""
+        return zero3_quantized.statistics_bytes(self.shape, self.kind, self.block) if self.kind is not None else 0
 
     @cached_property
     def trained(self) -> Sequence[Sequence[Parameter]]:
@@ -75,7 +87,8 @@ class ShardedEstimator(Estimator):
 
     def host(self, split: Mapping[str, int]) -> host.HostNeed:
         """Main memory of all processes here."""
-        tied = parameters.embedding_numel(self.shape) if self.shape.tie_word_embeddings else 0
+        made = self.shape.tie_word_embeddings and self.kind is None  # a quantized model ties its head before the cuts
+        tied = parameters.embedding_numel(self.shape) if made else 0
         return host.deepspeed_host(
             self.run,
             self.plan,
@@ -150,7 +163,7 @@ class ShardedEstimator(Estimator):
         summed = 0 if self.plan.offload_optimizer != "none" else self.block(trained * self.item)
         bucket = self.block(self.plan.reduce_bucket_size * self.item) if self.plan.contiguous_gradients else 0
         return {
-            "weights": frozen + (0 if adapters else own) + self.reference,
+            "weights": frozen + self.statistics + (0 if adapters else own) + self.reference,
             "adapters": own if adapters else 0,
             "gradients": summed + bucket,
         }
@@ -164,15 +177,30 @@ class ShardedEstimator(Estimator):
         if self.plan.stage == 3:
             shards = held["weights"] + held["adapters"]
             flat = 0 if offloads else sum(masters) + max(masters, default=0)
-            gathered = 2 * self._largest() * self.item
+            gathered = 2 * self._largest() * self.item if self.kind is None else 0
             final = sum(held.values()) - workspace - (0 if offloads else self._optimizer(self._owned()).states)
-            return max(shards + flat, final + gathered)
+            return max(shards + flat, final + gathered, self._load_quantized())
         trained = sum(p.numel for group in self.trained for p in group)
         kept = not (self.run.pure_bf16 or self.run.use_badam)
         upcast = trained * (dtypes.size(FLOAT32) - self.item) if kept else 0
         casting = self._largest() * self.item if kept and self.run.finetuning_type == "full" else 0
         prepared = 0 if offloads else 2 * sum(masters)
         return self.weights + self.reference + self.adapters + max(upcast + casting, prepared)
+
+    def _load_quantized(self) -> int:
+        """The part of it in which every card has the whole quantized model."""
+        if self.kind is None:
+            return 0
+        return zero3_quantized.load_bytes(
+            self.run,
+            self.shape,
+            self.everything,
+            statistics=self.statistics,
+            world=self.ranks.world,
+            item=self.item,
+            offloads=self.plan.offload_param != "none",
+            block=self.block,
+        )
 
     def _step(self, rank: int) -> tuple[Mark, Mark]:
         """One optimizer step: forward and backward of its micro-steps, then the optimizer's part."""
@@ -214,6 +242,7 @@ class ShardedEstimator(Estimator):
         """One micro-step."""
         ops = Ops(ledger, autocast_dtype=None)
         ops.modules = modules
+        ops.own_linear = modules is not None and self.kind is None  # zero.Init puts it there
         builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
         self._run(ops, builder, self.batch)
         gradients.end_backward()

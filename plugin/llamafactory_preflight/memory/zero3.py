@@ -77,6 +77,7 @@ class Coordinator:
         self.passed: list[int] = []
         self.borrowed: set[Key] = set()
         self.going: dict[tuple[str, _Gathered, int], bool] = {}
+        self.held: dict[Key, list[Storage | None]] = {}
 
     def begin_forward(self) -> None:
         """reset_step: at the second micro-step the recorded order is complete."""
@@ -138,6 +139,14 @@ class Coordinator:
             state.storage = self._storage(state.numel)
             state.available, state.handle = True, None
             del flat
+
+    def hold(self, key: Key) -> None:
+        """A function keeps a view of what is gathered now, and with it all of it, whether it is let go or not."""
+        self.held.setdefault(key, []).append(self.states[key].storage)
+
+    def let_go(self, key: Key) -> None:
+        """The youngest function that kept a view is gone."""
+        self.held[key].pop()
 
     def release_leftovers(self) -> None:
         """After the backward, from DeepSpeed 0.19.6 on: what nobody let go, as its input has no gradient."""
