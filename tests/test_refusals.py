@@ -62,7 +62,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | Non
     "OFT and DoRA under DeepSpeed": (plan(2) | {"use_dora": True}, QWEN3, SOFTWARE, None),
     "A vision model under DeepSpeed": (plan(2), VISION, SOFTWARE, None),
     "Experts under ZeRO-3": (plan(3), MOE, SOFTWARE, None),
-    "4 bit under ZeRO-3": (plan(3) | {"quantization_bit": 4}, QWEN3, SOFTWARE, None),
+    "Under ZeRO-3 LLaMA-Factory takes": (plan(3) | {"quantization_bit": 8}, QWEN3, SOFTWARE, None),
     "Images under transformers 4": ({}, VISION, OLD, PICTURE),
     "What images take in qwen3": ({}, QWEN3, SOFTWARE, PICTURE),
     "Images in stage `dpo`": ({"stage": "dpo"}, VISION, SOFTWARE, PICTURE),

@@ -118,6 +118,9 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "A vision model under DeepSpeed has no formula yet"
     if plan.stage == 3 and shape.moe is not None:
         yield "Experts under ZeRO-3 have no formula yet"
+    kind = quantization(run, shape)
+    if plan.stage == 3 and kind is not None and (shape.quantization_method or kind.method != "bnb" or kind.bits != 4):
+        yield "Under ZeRO-3 LLaMA-Factory takes quantized weights only if it makes them 4 bit with bitsandbytes itself"
 
 
 def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:
