@@ -186,6 +186,29 @@ def test_checkpointing_that_the_trainer_turns_on_again() -> None:
     assert of(gradient_checkpointing=True) == of(disable_gradient_checkpointing=True, use_reentrant_gc=False) == []
 
 
+@pytest.mark.parametrize(
+    ("asked", "version", "fails"),
+    [
+        ({}, "0.18.4", True),
+        ({"quantization_bit": 4}, "0.19.2", True),
+        ({}, "0.19.3", False),
+        ({}, None, False),
+        ({"finetuning_type": "full"}, "0.18.4", False),
+        ({"use_reentrant_gc": True}, "0.18.4", False),
+        ({"use_unsloth_gc": True}, "0.18.4", False),
+        ({"disable_gradient_checkpointing": True}, "0.18.4", False),
+        ({"deepspeed": {"zero_optimization": {"stage": 2}}}, "0.18.4", False),
+    ],
+)
+def test_checkpointing_that_finds_no_frozen_norms_under_zero_3(
+    asked: dict[str, Any], version: str | None, fails: bool
+) -> None:
+    zero3 = {"deepspeed": {"zero_optimization": {"stage": 3}}, "use_reentrant_gc": False}
+    run, software = RunDescription(**zero3 | asked), Software(deepspeed=version)
+    found = list(arguments.checkpointing_of_shards(run, software))
+    assert [(finding.severity, finding.set) for finding in found] == [("error", {"use_reentrant_gc": True})] * fails
+
+
 def test_an_evaluation_that_keeps_its_predictions_on_the_card() -> None:
     def of(**asked: Any) -> list[str]:
         return list(told(arguments.evaluation(RunDescription(**asked), None)))

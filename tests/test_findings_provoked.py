@@ -229,6 +229,11 @@ def as_sold(place: Place) -> None:
     place.devices = cards.planned(gpu="24GB")
 
 
+def shards_checkpointed(place: Place) -> None:
+    place.given = {"deepspeed": {"zero_optimization": {"stage": 3}}, "use_reentrant_gc": False}
+    place.has(software=dataclasses.replace(SOFTWARE, deepspeed="0.18.4"))
+
+
 EVALUATES = {"val_size": 0.1, "eval_strategy": "steps"}
 PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "no-bf16": old_card,
@@ -246,6 +251,7 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "transformers-5.6.0-fa2": bad_pair,
     "libaio-missing": nvme,
     "checkpointing-not-disabled": asks(gradient_checkpointing=True, disable_gradient_checkpointing=True),
+    "checkpointing-of-shards": shards_checkpointed,
     "checkpointing-reentrant": asks(gradient_checkpointing=True, use_reentrant_gc=False),
     "json-not-read": asks("a.json"),
     "experts-not-quantized": sparse,

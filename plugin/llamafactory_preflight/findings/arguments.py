@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.checkpointing import checkpointing_kind
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -62,6 +64,25 @@ def checkpointing(run: RunDescription) -> Iterator[Finding]:
             message="gradient_checkpointing=true makes checkpointing reentrant in spite of use_reentrant_gc=false. "
             "Leave it out: LLaMA-Factory checkpoints by itself.",
             set={"gradient_checkpointing": False},
+        )
+
+
+def checkpointing_of_shards(run: RunDescription, software: Software) -> Iterator[Finding]:
+    """Non-reentrant checkpointing compares what it computes again, and finds frozen norms that ZeRO-3 let go.
+
+    Source: torch/utils/checkpoint.py (`check_recomputed_tensors_match`); seen with LoRA and QLoRA under DeepSpeed
+    0.18.4 on one rank and two, and mended in 0.19.3 ("Support for activation ckpt with frozen params").
+    """
+    section = (run.deepspeed or {}).get("zero_optimization")
+    shares = isinstance(section, Mapping) and section.get("stage") == 3
+    fails = software.deepspeed is not None and not software.at_least("deepspeed", 0, 19, 3)
+    if shares and fails and run.finetuning_type in ADAPTERS and checkpointing_kind(run) == "non_reentrant":
+        yield Finding(
+            id="checkpointing-of-shards",
+            severity="error",
+            message="use_reentrant_gc=false fails under ZeRO-3 with adapters in the first backward (CheckpointError). "
+            "Leave it out, or take DeepSpeed 0.19.3 or later.",
+            set={"use_reentrant_gc": True},
         )
 
 

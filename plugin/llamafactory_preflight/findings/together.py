@@ -58,6 +58,7 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from arguments.launch(run, origin=result.origin, num_gpus=around.num_gpus, environ=around.environ)
     yield from arguments.json_file(result.origin, software)
     yield from arguments.checkpointing(run)
+    yield from arguments.checkpointing_of_shards(run, software)
     yield from arguments.evaluation(run, estimate)
     yield from arguments.experts(run, has_experts=has_experts, software=software)
     yield from arguments.flash_attention_3(run, model_type=around.model_type, software=software)
