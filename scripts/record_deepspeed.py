@@ -4,7 +4,8 @@ usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspe
 
 The configurations and the model are those of the file. Of `runs` torch.profiler reports every allocation from before
 the model is built; of `gathering`, under ZeRO-3, what is noted is how many elements DeepSpeed counts as gathered after
-each module that it meets: in all-gathers on the CPU Gloo makes copies that NCCL does not. Needs deepspeed, PEFT and
+each module that it meets: in all-gathers on the CPU Gloo makes copies that NCCL does not. Where weights are 4 bit,
+`held` are the packed elements that bitsandbytes keeps at the same points. Needs deepspeed, PEFT, LLaMA-Factory and
 some minutes.
 """
 
@@ -14,7 +15,8 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,25 +115,50 @@ def record(model: dict[str, Any], config: dict[str, Any]) -> dict[str, int]:
     return heights(trace)
 
 
-def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantized: bool) -> list[str]:
-    """Elements that count as gathered after each module, a line for each micro-step."""
+def watch_views() -> Callable[[], int]:
+    """Makes a function that counts the packed elements of which bitsandbytes' functions keep views."""
+    from bitsandbytes.autograd._functions import MatMul4Bit
+
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    forward = MatMul4Bit.forward
+
+    def noting(ctx: Any, *args: Any, **kwargs: Any) -> Any:
+        out = forward(ctx, *args, **kwargs)
+        alive.add(ctx)
+        return out
+
+    def held() -> int:
+        views = [ctx.tensors[1] for ctx in alive if ctx.tensors[1] is not None]
+        return sum({view.untyped_storage().data_ptr(): view.numel() for view in views}.values())
+
+    MatMul4Bit.forward = staticmethod(noting)
+    return held
+
+
+def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantized: bool) -> dict[str, list[str]]:
+    """Elements that count as gathered, and as kept, after each module, a line for each micro-step."""
     from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
 
     steps: list[list[int]] = []
+    kept: list[list[int]] = []
+    held = watch_views() if quantized else None
     fetch = PartitionedParameterCoordinator.fetch_sub_module
 
     def noting(self: Any, *args: Any, **kwargs: Any) -> None:
         fetch(self, *args, **kwargs)
         steps[-1].append(self._PartitionedParameterCoordinator__n_available_params)
+        kept[-1].append(held() if held is not None else 0)
 
     engine = prepare(model, config, lora=lora, quantized=quantized)
     PartitionedParameterCoordinator.fetch_sub_module = noting
     try:
         for _ in train(engine, model["vocab_size"]):
             steps.append([])
+            kept.append([])
     finally:
         PartitionedParameterCoordinator.fetch_sub_module = fetch
-    return [" ".join(map(str, step)) for step in steps]
+    found = {"available": steps, "held": kept} if quantized else {"available": steps}
+    return {name: [" ".join(map(str, step)) for step in lines] for name, lines in found.items()}
 
 
 def main() -> None:
@@ -149,7 +176,7 @@ def main() -> None:
         run["ranks"] = found
     for run in known["gathering"].values():
         quantized = run.get("quantized", False)
-        run["available"] = follow(known["model"], run["deepspeed"], lora=run["lora"], quantized=quantized)
+        run |= follow(known["model"], run["deepspeed"], lora=run["lora"], quantized=quantized)
     if rank == "0":
         FILE.write_text(json.dumps(known, indent=1) + "\n")
 

@@ -84,6 +84,17 @@ def test_a_rank_allocates_what_deepspeed_does(name: str) -> None:
         assert estimate.phases[phase] == pytest.approx(truth, rel=3e-3), part
 
 
+def _estimate_gathering(recorded: dict[str, Any]) -> None:
+    run = RunDescription(
+        model_name_or_path="m", bf16=True, finetuning_type="lora" if recorded["lora"] else "full", cutoff_len=8,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2,
+        deepspeed=recorded["deepspeed"] | {"bf16": {"enabled": True}},
+        quantization_bit=4 if recorded.get("quantized") else None,
+    )  # fmt: skip
+    shape = ModelShape.from_config(RECORDED["model"] | {"torch_dtype": "bfloat16"})
+    memory.estimate(run, shape, software=SOFTWARE, ranks=Ranks(world=2, local=2))
+
+
 @pytest.mark.parametrize("name", RECORDED["gathering"])
 def test_parameters_are_gathered_module_by_module_as_deepspeed_does(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -102,15 +113,30 @@ def test_parameters_are_gathered_module_by_module_as_deepspeed_does(
 
     monkeypatch.setattr(Coordinator, "begin_forward", beginning)
     monkeypatch.setattr(Coordinator, "_pass", passing)
-    run = RunDescription(
-        model_name_or_path="m", bf16=True, finetuning_type="lora" if recorded["lora"] else "full", cutoff_len=8,
-        per_device_train_batch_size=1, gradient_accumulation_steps=2,
-        deepspeed=recorded["deepspeed"] | {"bf16": {"enabled": True}},
-        quantization_bit=4 if recorded.get("quantized") else None,
-    )  # fmt: skip
-    shape = ModelShape.from_config(RECORDED["model"] | {"torch_dtype": "bfloat16"})
-    memory.estimate(run, shape, software=SOFTWARE, ranks=Ranks(world=2, local=2))
+    _estimate_gathering(recorded)
     assert [" ".join(map(str, step)) for step in steps] == recorded["available"]
+
+
+def test_4_bit_weights_are_kept_for_the_backward_as_bitsandbytes_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = RECORDED["gathering"]["qlora"]
+    steps: list[list[int]] = []
+    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
+
+    def beginning(self: Coordinator) -> None:
+        begin(self)
+        steps.append([])
+
+    def passing(self: Coordinator, members: Any) -> None:
+        look_ahead(self, members)
+        packed = {key: views for key, views in self.held.items() if key[1].endswith("_proj")}
+        kept = {id(view): self.states[key].numel for key, views in packed.items() for view in views}
+        steps[-1].append(sum(kept.values()))
+
+    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
+    monkeypatch.setattr(Coordinator, "_pass", passing)
+    _estimate_gathering(recorded)
+    assert [" ".join(map(str, step)) for step in steps] == recorded["held"]
+    assert max(map(max, steps)) > 0
 
 
 @pytest.mark.parametrize(
@@ -155,6 +181,33 @@ def test_workers_of_the_tokenization_are_gone_when_weights_load() -> None:
     assert many.host_bytes == 2 * PROCESS_BYTES + 256 * WORKER_BYTES
     assert many.host_training_bytes == none.host_training_bytes
     assert predict(2, preprocessing_num_workers=256, streaming=True).host_bytes == none.host_bytes
+
+
+def test_4_bit_is_whole_on_every_card_until_zero_3_shares_it() -> None:
+    four_bit = {"finetuning_type": "lora", "quantization_bit": 4}
+    alone, *several = (predict(world, deepspeed=deepspeed(3), **four_bit) for world in (1, 2, 8))
+    whole = predict(1, **four_bit).phases["load"]
+    for estimate in several:
+        assert whole <= estimate.phases["load"] <= alone.phases["load"]
+    assert alone.phases["save"] > several[0].phases["save"] > several[1].phases["save"]
+    offloaded = predict(2, deepspeed=deepspeed(3, offload="op"), **four_bit)
+    assert offloaded.phases["load"] == pytest.approx(whole, rel=0.01)
+    assert busy(offloaded) < busy(several[0])
+    assert offloaded.host_training_bytes > several[0].host_training_bytes
+    told = "Each card loads the whole 4-bit model"
+    assert any(reason.startswith(told) for reason in offloaded.reasons)
+    assert not any(reason.startswith(told) for reason in predict(2, deepspeed=deepspeed(2), **four_bit).reasons)
+
+
+def test_without_checkpointing_4_bit_weights_stay_gathered_until_the_backward_is_over() -> None:
+    def kept(**more: Any) -> int:
+        plan = deepspeed(3, stage3_max_reuse_distance=0, stage3_prefetch_bucket_size=0)
+        settings = {"deepspeed": plan, "finetuning_type": "lora"} | more
+        found = [predict(2, **settings, disable_gradient_checkpointing=off).phases for off in (True, False)]
+        return found[0]["forward_backward"] - found[1]["forward_backward"]
+
+    layers = 8 * (_layer_numel() - 2 * 512 - 2 * 64) // 2
+    assert kept(quantization_bit=4) - kept() == pytest.approx(layers, rel=0.1)
 
 
 def test_zero_3_gathers_the_model_in_main_memory_to_save_it() -> None:
