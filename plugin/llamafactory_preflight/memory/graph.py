@@ -41,12 +41,11 @@ class Held(Storage):
     __slots__ = ("key", "modules")
 
     def __init__(self, ledger: Ledger, modules: Modules, key: Key) -> None:
-        super().__init__(ledger, 0, "weights")
+        self.ledger, self.size, self.component, self.viewed = ledger, 0, "weights", True  # nothing to book
         self.modules, self.key = modules, key
         modules.hold(key)
 
     def __del__(self) -> None:
-        super().__del__()
         self.modules.let_go(self.key)
 
 

@@ -24,7 +24,8 @@ class Recording:
     def repeat(self, ledger: Ledger) -> None:
         """Books the same again, while the hooks do what they now do."""
         for bookings, hook, arguments in self.hooks:
-            ledger.book(bookings)
+            if bookings:
+                ledger.book(bookings)
             hook(*arguments)
         ledger.book(self.last)
 

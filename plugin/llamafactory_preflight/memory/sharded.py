@@ -217,12 +217,13 @@ class ShardedEstimator(Estimator):
                 self._follow(ledger, gradients, None)
                 continue
             coordinator.begin_forward()
-            if gradients.boundary in recordings:
-                recordings[gradients.boundary].repeat(ledger)
+            last = gradients.boundary and self.plan.offload_optimizer != "none"  # others book the last one alike
+            if last in recordings:
+                recordings[last].repeat(ledger)
             else:
                 recorder = Recorder(ledger, coordinator)
                 self._follow(ledger, gradients, recorder)
-                recordings[gradients.boundary] = recorder.finish()
+                recordings[last] = recorder.finish()
             if self.recent:
                 coordinator.release_leftovers()
             if gradients.boundary:

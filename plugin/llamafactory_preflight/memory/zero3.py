@@ -77,7 +77,7 @@ class Coordinator:
         self.passed: list[int] = []
         self.borrowed: set[Key] = set()
         self.going: dict[tuple[str, _Gathered, int], bool] = {}
-        self.held: dict[Key, list[Storage | None]] = {}
+        self.held: dict[Key, list[Storage | None]] = {key: [] for key in self.states}
 
     def begin_forward(self) -> None:
         """reset_step: at the second micro-step the recorded order is complete."""
@@ -142,7 +142,7 @@ class Coordinator:
 
     def hold(self, key: Key) -> None:
         """A function keeps a view of what is gathered now, and with it all of it, whether it is let go or not."""
-        self.held.setdefault(key, []).append(self.states[key].storage)
+        self.held[key].append(self.states[key].storage)
 
     def let_go(self, key: Key) -> None:
         """The youngest function that kept a view is gone."""
@@ -187,7 +187,7 @@ class Coordinator:
                 fetched[state] = number
                 passed.add(state)
         room = min(self.plan.max_live_parameters - self.num_available, self.plan.prefetch_bucket_size)
-        if room <= 0:
+        if room <= 0 or not queue:
             return
         ahead: list[_Gathered] = []
         numel = 0
