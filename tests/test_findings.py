@@ -14,10 +14,11 @@ import pytest
 from llamafactory_preflight import device, host, preflight, report
 from llamafactory_preflight.device import Device, Process, Survey
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.findings import arguments, bad_pairs, hardware, packages, together
+from llamafactory_preflight.findings import arguments, bad_pairs, hardware, nvme, packages, together
 from llamafactory_preflight.findings import host as host_findings
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.memory import MemoryEstimate
+from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -40,6 +41,13 @@ ESTIMATE = MemoryEstimate(
 )
 WITH_FLASH = Software(flash_attn="2.8.3")
 PINNED = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}}}
+
+
+EMBEDDING_OF_155_MILLION = {
+    "model_type": "qwen3", "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
+    "tie_word_embeddings": True, "dtype": "bfloat16",
+}  # fmt: skip
 
 
 def told(found: Iterable[Finding]) -> dict[str, Finding]:
@@ -390,6 +398,24 @@ def test_what_would_help_and_is_not_installed() -> None:
     assert of(Software(), 1) == of(Software(), 2, fsdp="full_shard auto_wrap") == {liger}
     assert of(Software(), 1, finetuning_type="lora", enable_liger_kernel=True) == {bits}
     assert of(Software(deepspeed="0.18.4", liger_kernel="0.8.5"), 2) == set()
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "ids"),
+    [
+        ({"offload_param": {"device": "nvme"}}, 1, ["nvme-path", "nvme-buffer"]),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, 1, ["nvme-buffer"]),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme"}}, 2, []),
+        ({"offload_param": {"device": "nvme", "nvme_path": "/nvme", "buffer_size": 2e8}}, 1, []),
+        ({"offload_optimizer": {"device": "nvme"}}, 1, ["nvme-path"]),
+        ({"offload_param": {"device": "cpu"}}, 1, []),
+        ({"offload_param": None}, 1, []),
+    ],
+)
+def test_what_offloading_to_nvme_has_to_be_told(section: dict[str, Any], world: int, ids: list[str]) -> None:
+    run = RunDescription(deepspeed={"zero_optimization": {"stage": 3} | section})
+    shape = ModelShape.from_config(EMBEDDING_OF_155_MILLION)
+    assert [finding.id for finding in nvme.settings(run, shape, world=world)] == ids
 
 
 @pytest.mark.parametrize(

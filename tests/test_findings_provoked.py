@@ -220,6 +220,11 @@ def nvme(place: Place) -> None:
     place.patch.setattr(packages, "find_library", lambda name: None)
 
 
+def small_buffers(place: Place) -> None:
+    nvme(place)
+    place.given["deepspeed"]["zero_optimization"]["offload_param"] |= {"nvme_path": "/nvme", "buffer_size": 1e6}
+
+
 def other_maker(place: Place) -> None:
     place.devices = cards.planned(gpu="mi300x")
 
@@ -250,6 +255,8 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "deepspeed-needs-torchrun": asks(deepspeed={"zero_optimization": {"stage": 2}}),
     "transformers-5.6.0-fa2": bad_pair,
     "libaio-missing": nvme,
+    "nvme-path": nvme,
+    "nvme-buffer": small_buffers,
     "checkpointing-not-disabled": asks(gradient_checkpointing=True, disable_gradient_checkpointing=True),
     "checkpointing-of-shards": shards_checkpointed,
     "checkpointing-reentrant": asks(gradient_checkpointing=True, use_reentrant_gc=False),

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from llamafactory_preflight import verdict
 from llamafactory_preflight.checkpoint_size import Checkpoint
 from llamafactory_preflight.disk import Need
-from llamafactory_preflight.findings import arguments, disk, hardware, host, packages, vision
+from llamafactory_preflight.findings import arguments, disk, hardware, host, nvme, packages, vision
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.images import Images
+from llamafactory_preflight.machine import ranks_of
 from llamafactory_preflight.result import Finding, Result
 
 
@@ -66,6 +67,8 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     yield from packages.bad_pairs(software, run)
     yield from packages.missing_packages(run, software, device)
     yield from packages.missing_libaio(run)
+    world = ranks_of(around.num_gpus, env=around.environ).world
+    yield from nvme.settings(run, result.shape, world=world)
     yield from hardware.unusable(around.fault)
     if device is not None:
         fits = result.verdict.word == "fits"
