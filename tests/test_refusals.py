@@ -58,7 +58,12 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | Non
     "in the DeepSpeed JSON": (plan(3, zero_hpz_partition_size=8), QWEN3, SOFTWARE, None),
     "Offloading to NVMe": (plan(3, offload_param={"device": "nvme"}), QWEN3, SOFTWARE, None),
     "DeepSpeed in float32": (plan(2) | {"bf16": False}, QWEN3, SOFTWARE, None),
-    "Stage `dpo` under DeepSpeed": (plan(2) | {"stage": "dpo"}, QWEN3, SOFTWARE, None),
+    "`additional_target` in a preference stage": (
+        plan(3) | {"stage": "dpo", "additional_target": ("embed_tokens",)}, QWEN3, SOFTWARE, None,
+    ),
+    "A reward model whose language head": (
+        plan(2) | FULL | {"stage": "rm"}, QWEN3 | {"tie_word_embeddings": False}, SOFTWARE, None,
+    ),
     "OFT and DoRA under DeepSpeed": (plan(2) | {"use_dora": True}, QWEN3, SOFTWARE, None),
     "A vision model under DeepSpeed": (plan(2), VISION, SOFTWARE, None),
     "Experts under ZeRO-3": (plan(3), MOE, SOFTWARE, None),

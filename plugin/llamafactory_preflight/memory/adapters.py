@@ -47,12 +47,16 @@ class Oft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear layer; `quantization`, `lora` and `oft` are None where they do not apply."""
+    """A linear layer; `quantization`, `lora` and `oft` are None where they do not apply.
+
+    With `bypassed` PEFT's module returns what its base layer does (disable_adapter).
+    """
 
     weight: Weight
     quantization: Quantization | None = None
     lora: Lora | None = None
     oft: Oft | None = None
+    bypassed: bool = False
 
     def trained(self) -> Iterator[Weight]:
         """The weights that get a gradient."""
@@ -65,6 +69,8 @@ class Linear:
             return ops.cast(self._base(ops, self._rotated(ops, x, self.oft)), x.dtype)
         if self.lora is None:
             return self._base(ops, x)
+        if self.bypassed:
+            return ops.module(x, self.lora.a, lambda x: self._base(ops, x), name=ADAPTER)
         if self.quantization is not None and self.quantization.bitsandbytes:
             return self._lora_quantized(ops, x, self.lora, self.quantization.bits)
         return self._lora(ops, x, self.lora)

@@ -68,6 +68,7 @@ def deepspeed_host(
     plan: ZeroPlan,
     everything: Sequence[Parameter],
     groups: Sequence[Sequence[Parameter]],
+    copied: Sequence[Parameter],
     ranks: Ranks,
     *,
     item: int,
@@ -85,6 +86,7 @@ def deepspeed_host(
         plan: DeepSpeed's settings.
         everything: All parameters.
         groups: What is trained, in the optimizer's groups.
+        copied: The parameters of a second model.
         ranks: Processes.
         item: Bytes of an element of the model.
         inputs: Bytes of the inputs of all layers in a micro-batch.
@@ -97,7 +99,7 @@ def deepspeed_host(
     moved = inputs if checkpointing_kind(run) == "host" else 0
     for rank in range(ranks.local):
         if plan.stage == 3:
-            held = zero3_host(everything, groups, plan, world=ranks.world, item=item, tied=tied)
+            held = zero3_host(everything, groups, copied, plan, world=ranks.world, item=item, tied=tied)
             saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
         elif plan.stage == 0:
             held, saved = HostMemory(), state_dict

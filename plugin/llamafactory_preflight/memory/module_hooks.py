@@ -15,6 +15,9 @@ around it or not, and PEFT's module around a linear layer, which looks up the ty
 class Modules(Protocol):
     """Hooks on all modules."""
 
+    def begin_forward(self) -> None:
+        """Before the forward of the whole model."""
+
     def enter(self, module: str, key: Key) -> None:
         """Before the forward of a module with a weight, and before its backward."""
 

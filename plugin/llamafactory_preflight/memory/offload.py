@@ -93,6 +93,7 @@ def zero2_host(
 def zero3_host(
     everything: Sequence[Parameter],
     groups: Sequence[Sequence[Parameter]],
+    copied: Sequence[Parameter],
     plan: ZeroPlan,
     *,
     world: int,
@@ -110,7 +111,9 @@ def zero3_host(
     sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
     largest_tile = max(sizes, default=0)
     if plan.offload_param != "none":
-        _offload_parameters(host, everything, groups, plan, world=world, item=item, tied=tied)
+        blocks, own = _place_shards(host, everything, plan, world=world, item=item, tied=tied)
+        _place_shards(host, copied, plan, world=world, item=item, tied=tied if copied else 0)
+        _flatten_trained(host, groups, blocks, own, world=world, item=item)
     else:
         host.give(host.take(trained * item))
     if plan.offload_optimizer == "none":
@@ -129,17 +132,10 @@ def zero3_host(
     return host
 
 
-def _offload_parameters(
-    host: HostMemory,
-    everything: Sequence[Parameter],
-    groups: Sequence[Sequence[Parameter]],
-    plan: ZeroPlan,
-    *,
-    world: int,
-    item: int,
-    tied: int,
-) -> None:
-    """A shard for each parameter; those of what is trained move to a flat one, which is page-locked in any case."""
+def _place_shards(
+    host: HostMemory, everything: Sequence[Parameter], plan: ZeroPlan, *, world: int, item: int, tied: int
+) -> tuple[list[int], int]:
+    """A shard for each parameter; returns the page-locked blocks, and the own bytes, of what is trained."""
     blocks, own = [], 0
     head = host.pin(-(-tied // world) * item) if plan.pin_param and tied else 0
     for parameter in everything:
@@ -154,6 +150,13 @@ def _offload_parameters(
             own += size if parameter.trained else 0
     if head:
         host.unpin(head)
+    return blocks, own
+
+
+def _flatten_trained(
+    host: HostMemory, groups: Sequence[Sequence[Parameter]], blocks: Sequence[int], own: int, *, world: int, item: int
+) -> None:
+    """The shards of what is trained move to a flat one, which is page-locked in any case."""
     for group in groups:
         host.pin(sum(partition(parameter, world) for parameter in group) * item)
     for block in blocks:

@@ -110,8 +110,10 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "Offloading to NVMe has no formula yet (DeepSpeed needs the library libaio for it)"
     if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
         yield "DeepSpeed in float32 has no formula yet"
-    if run.stage not in ("pt", "sft"):
-        yield phrase("Stage `{stage}` under DeepSpeed has no formula yet", stage=run.stage)
+    if run.stage in ("dpo", "kto") and plan.stage == 3 and run.additional_target:
+        yield "`additional_target` in a preference stage under ZeRO-3 has no formula yet"
+    if run.stage == "rm" and plan.stage < 3 and _trains_head(run) and not shape.tie_word_embeddings:
+        yield "A reward model whose language head is trained and gets no gradient has no formula below ZeRO-3 yet"
     if run.finetuning_type == "oft" or run.use_dora:
         yield "OFT and DoRA under DeepSpeed have no formula yet"
     if shape.vision is not None:
@@ -120,6 +122,11 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "Experts under ZeRO-3 have no formula yet"
     if plan.stage == 3 and quantization(run, shape) is not None:
         yield "4 bit under ZeRO-3 has no formula yet: each card takes the whole model before DeepSpeed cuts it"
+
+
+def _trains_head(run: RunDescription) -> bool:
+    extra = run.freeze_extra_modules if run.finetuning_type == "freeze" else run.additional_target
+    return run.finetuning_type == "full" or "lm_head" in extra
 
 
 def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:

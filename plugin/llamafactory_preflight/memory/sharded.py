@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics
+from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, preference, sharding, statics
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.estimator import Estimator, split_of
+from llamafactory_preflight.memory.module_hooks import Modules
 from llamafactory_preflight.memory.module_recording import Recorder, Recording
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
@@ -19,7 +20,7 @@ from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
-from llamafactory_preflight.zero import ZeroPlan
+from llamafactory_preflight.zero import ZeroPlan, without_auto
 
 
 OVERFLOW_BYTES = 11
@@ -45,6 +46,13 @@ class ShardedEstimator(Estimator):
     def trained(self) -> Sequence[Sequence[Parameter]]:
         """What is trained, in the optimizer's groups."""
         return sharding.groups(self.everything)
+
+    @cached_property
+    def copied(self) -> Sequence[Parameter]:
+        """The parameters of a second model, if there is one."""
+        if not preference.loads_reference(self.run):
+            return ()
+        return sharding.frozen(self.shape)
 
     @cached_property
     def item(self) -> int:
@@ -81,6 +89,7 @@ class ShardedEstimator(Estimator):
             self.plan,
             self.everything,
             self.trained,
+            self.copied,
             self.ranks,
             item=self.item,
             inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
@@ -142,7 +151,7 @@ class ShardedEstimator(Estimator):
         trained = sum(partition(p, world) for group in self.trained for p in group)
         frozen = sum(
             self.block(partition(p, world) * self.item)
-            for p in self.everything
+            for p in (*self.everything, *self.copied)
             if not p.trained and not (offloads and p.numel > self.plan.persistence_threshold)
         )
         own = 0 if offloads else self.block(trained * self.item)
@@ -150,7 +159,7 @@ class ShardedEstimator(Estimator):
         summed = 0 if self.plan.offload_optimizer != "none" else self.block(trained * self.item)
         bucket = self.block(self.plan.reduce_bucket_size * self.item) if self.plan.contiguous_gradients else 0
         return {
-            "weights": frozen + (0 if adapters else own) + self.reference,
+            "weights": frozen + (0 if adapters else own),
             "adapters": own if adapters else 0,
             "gradients": summed + bucket,
         }
@@ -181,19 +190,19 @@ class ShardedEstimator(Estimator):
         masters, states = self._optimizer_bytes()
         held.append(Storage(ledger, masters, "optimizer"))
         gradients, coordinator = self._gradients(ledger, rank)
+        coordinators = [] if coordinator is None else [coordinator, *self._reference_coordinators(ledger)]
         busy: Mark = (0, {})
         later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
         recordings: dict[bool, Recording] = {}
         for gradients.boundary in self._micro_steps():
             if coordinator is None:
-                self._follow(ledger, gradients, None)
+                self._follow(ledger, gradients, ())
                 continue
-            coordinator.begin_forward()
             if gradients.boundary in recordings:
                 recordings[gradients.boundary].repeat(ledger)
             else:
-                recorder = Recorder(ledger, coordinator)
-                self._follow(ledger, gradients, recorder)
+                recorder = Recorder(ledger)
+                self._follow(ledger, gradients, [recorder.watch(each) for each in coordinators])
                 recordings[gradients.boundary] = recorder.finish()
             if self.recent:
                 coordinator.release_leftovers()
@@ -210,13 +219,21 @@ class ShardedEstimator(Estimator):
         del held
         return busy, stepping
 
-    def _follow(self, ledger: Ledger, gradients: Gradients, modules: Recorder | None) -> None:
-        """One micro-step."""
-        ops = Ops(ledger, autocast_dtype=None)
-        ops.modules = modules
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
-        self._run(ops, builder, self.batch)
+    def _follow(self, ledger: Ledger, gradients: Gradients, modules: Sequence[Modules]) -> None:
+        """One micro-step, with the hooks on the modules of the trained model and of the reference."""
+        engines = [Ops(ledger, autocast_dtype=None) for _ in modules or (None,)]
+        for ops, hooks in zip(engines, modules, strict=False):
+            ops.modules = hooks
+        builder = Builder(self.run, self.shape, engines[0], fresh_gradients=True, gradients=gradients)
+        self._run(engines[0], builder, self.batch, engines[-1])
         gradients.end_backward()
+
+    def _reference_coordinators(self, ledger: Ledger) -> Iterator[Coordinator]:
+        """That of a second model, if there is one: it has an engine of its own, which knows no `auto` values yet."""
+        if self.copied:
+            assert self.run.deepspeed is not None
+            plan = ZeroPlan.from_config(without_auto(self.run.deepspeed), hidden_size=self.shape.hidden_size)
+            yield Coordinator(ledger, self.copied, plan, world=self.ranks.world, item=self.item)
 
     def _micro_steps(self) -> Sequence[bool]:
         """Whether each of the micro-steps that are looked at is the last of its step.

@@ -80,6 +80,7 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
 def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The forward of it, up to where the Trainer has the loss alone."""
     logits = None
+    ops.begin_forward()
     with ops.autocast():
         if model.wrapped:
             ops.begin_container()
@@ -117,9 +118,24 @@ def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
 
 def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The model's forward without labels, and its logits in float32 as the preference stages ask for them."""
+    ops.begin_forward()
     with ops.autocast():
-        logits = head(ops, model, hidden_states(ops, model, tokens))
+        begin_containers(ops, model)
+        logits = end_containers(ops, model, head(ops, model, hidden_states(ops, model, tokens)))
     return ops.cast(logits, FLOAT32, "logits")
+
+
+def begin_containers(ops: Ops, model: Model) -> None:
+    """The language model, or PEFT's two modules, of which the inner one takes its place."""
+    if model.wrapped:
+        ops.begin_container()
+    ops.begin_container()
+
+
+def end_containers(ops: Ops, model: Model, x: Tensor) -> Tensor:
+    """The same modules return this output."""
+    x = ops.end_container(x)
+    return ops.end_container(x) if model.wrapped else x
 
 
 def head(ops: Ops, model: Model, hidden: Tensor) -> Tensor:
