@@ -65,7 +65,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | Non
         plan(2) | FULL | {"stage": "rm"}, QWEN3 | {"tie_word_embeddings": False}, SOFTWARE, None,
     ),
     "OFT and DoRA under DeepSpeed": (plan(2) | {"use_dora": True}, QWEN3, SOFTWARE, None),
-    "A vision model under DeepSpeed": (plan(2), VISION, SOFTWARE, None),
+    "A vision model under ZeRO-3": (plan(3), VISION, SOFTWARE, None),
     "Experts under ZeRO-3": (plan(3), MOE, SOFTWARE, None),
     "4 bit under ZeRO-3": (plan(3) | {"quantization_bit": 4}, QWEN3, SOFTWARE, None),
     "Images under transformers 4": ({}, VISION, OLD, PICTURE),

@@ -180,8 +180,16 @@ class Builder:
         shape = self.shape.vision.tower if self.shape.vision is not None else None
         if shape is None or not batch.images:
             return None
-        kind, kernels = self._quantization(), self.kernels
-        return frozen_tower(self.ops, shape, batch, kernels, dtype=self.precision.loaded, kind=kind, hooked=hooked)
+        return frozen_tower(
+            self.ops,
+            shape,
+            batch,
+            self.kernels,
+            dtype=self.precision.loaded,
+            kind=self._quantization(),
+            hooked=hooked,
+            lowers=self.run.deepspeed is None,
+        )
 
     def _mask_kind(self, batch: Batch) -> str:
         """A sequence longer than the window gets a mask in the layers that have one."""

@@ -65,14 +65,13 @@ def estimate(
     """
     refuse(run, shape, software, images)
     shape, card, ranks = shape.under(software), card or Card(), ranks or Ranks()
-    if run.deepspeed is not None:
-        return ShardedEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     if run.fsdp_plan is not None:
         if ranks.world == 1:
             raise Unmodelled("FSDP shares a model among several processes, and this run has one")
         return FsdpEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
-    found = Estimator(run, shape, software, card, length, ranks, images, eval_length).result()
+    kind = Estimator if run.deepspeed is None else ShardedEstimator
+    found = kind(run, shape, software, card, length, ranks, images, eval_length).result()
     if images is None or images.exact:
         return found
-    least = Estimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
+    least = kind(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))

@@ -116,8 +116,8 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "A reward model whose language head is trained and gets no gradient has no formula below ZeRO-3 yet"
     if run.finetuning_type == "oft" or run.use_dora:
         yield "OFT and DoRA under DeepSpeed have no formula yet"
-    if shape.vision is not None:
-        yield "A vision model under DeepSpeed has no formula yet"
+    if shape.vision is not None and plan.stage == 3:
+        yield "A vision model under ZeRO-3 has no formula yet"
     if plan.stage == 3 and shape.moe is not None:
         yield "Experts under ZeRO-3 have no formula yet"
     if plan.stage == 3 and quantization(run, shape) is not None:
