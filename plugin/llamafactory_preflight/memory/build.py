@@ -72,7 +72,7 @@ class Builder:
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
         ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
-        liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
+        liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft") and not self.run.label_smoothing_factor
         kind = checkpointing_kind(self.run)
         return self._model(self._segments(inputs, batch), batch, ends, kind=kind, liger_loss=liger_loss)
 
@@ -173,6 +173,8 @@ class Builder:
             noise=bool(self.run.neftune_noise_alpha),
             wrapped=bool(self.targets),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
+            smooths=self.run.label_smoothing_factor > 0,
+            alone=batch.sequences == 1,
             tower=self._tower(batch, hooked=hooked),
         )
 
@@ -180,15 +182,9 @@ class Builder:
         shape = self.shape.vision.tower if self.shape.vision is not None else None
         if shape is None or not batch.images:
             return None
+        dtype, kind, lowers = self.precision.loaded, self._quantization(), self.run.deepspeed is None
         return frozen_tower(
-            self.ops,
-            shape,
-            batch,
-            self.kernels,
-            dtype=self.precision.loaded,
-            kind=self._quantization(),
-            hooked=hooked,
-            lowers=self.run.deepspeed is None,
+            self.ops, shape, batch, self.kernels, dtype=dtype, kind=kind, hooked=hooked, lowers=lowers
         )
 
     def _mask_kind(self, batch: Batch) -> str:

@@ -155,6 +155,12 @@ class Graph:
         """It ends with this output, whose gradient meets the module's hook."""
         return x if self.modules is None else self.hooked(x, self.modules.enter_container)
 
+    def kept(self, weight: Weight) -> Storage:
+        """What a view of a weight keeps alive: with hooks the whole tensor, even when those let it go."""
+        if self.modules is None or weight.key is None:
+            return weight.storage
+        return self.modules.gathered(weight.key) or weight.storage
+
     def borrow(self, weight: Weight) -> None:
         """Reads a weight outside of its own module."""
         if self.modules is not None and weight.key is not None:

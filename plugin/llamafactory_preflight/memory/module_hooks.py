@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from llamafactory_preflight.memory.paper import Storage
+
 
 Key = tuple[int, str]
 """A parameter's layer and name."""
 MODEL, PEFT_MODEL, ADAPTER = BORROWERS = "model", "peft_model", "adapter"
 """Modules that read the weight of another one: a whole model whose loss is fused with its head, with PEFT's model
 around it or not, and PEFT's module around a linear layer, which looks up the type of its adapter."""
+
+EXPERTS = "experts"
+"""A sparse layer's router and experts, which LLaMA-Factory makes one module to DeepSpeed (add_z3_leaf_module)."""
 
 
 class Modules(Protocol):
@@ -29,3 +34,6 @@ class Modules(Protocol):
 
     def borrow(self, key: Key) -> None:
         """A module reads the weight of another one."""
+
+    def gathered(self, key: Key) -> Storage | None:
+        """Where a weight lies whole, if that is memory of its own."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamafactory_preflight.memory.module_hooks import Key, Modules
-from llamafactory_preflight.memory.paper import Booking, Ledger
+from llamafactory_preflight.memory.paper import Booking, Ledger, Storage
 
 
 Passed = tuple[list[Booking], Callable[..., None], tuple[Any, ...]]
@@ -81,3 +81,6 @@ class _Watched:
 
     def borrow(self, key: Key) -> None:
         self._recorder.pass_on(self._modules.borrow, key)
+
+    def gathered(self, key: Key) -> Storage | None:
+        return self._modules.gathered(key)

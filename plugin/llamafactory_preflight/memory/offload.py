@@ -99,12 +99,14 @@ def zero3_host(
     world: int,
     item: int,
     tied: int,
+    converted: int,
 ) -> HostMemory:
     """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states.
 
     Where masters and parameters lie on different sides, a step changes the type of a tile on the host: torch converts
     there whatever it copies without `non_blocking`. `tied` is the size of a head that is made and sharded like any
-    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back.
+    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back. `converted`
+    are bytes of what loads that are made new before the shards get them.
     """
     host = HostMemory()
     trained = sum(partition(parameter, world) for group in groups for parameter in group)
@@ -112,10 +114,11 @@ def zero3_host(
     largest_tile = max(sizes, default=0)
     if plan.offload_param != "none":
         blocks, own = _place_shards(host, everything, plan, world=world, item=item, tied=tied)
+        host.give(host.take(converted))
         _place_shards(host, copied, plan, world=world, item=item, tied=tied if copied else 0)
         _flatten_trained(host, groups, blocks, own, world=world, item=item)
     else:
-        host.give(host.take(trained * item))
+        host.give(host.take(max(converted, trained * item)))
     if plan.offload_optimizer == "none":
         host.passing = largest_tile * WIDE if plan.offload_param != "none" else 0
         return host

@@ -52,11 +52,11 @@ class Pair:
 def dpo_step(ops: Ops, pair: Pair, tokens: int) -> None:
     """Chosen and rejected in one batch; the policy's logits wait while the reference makes its own."""
     logits = step.full_logits(ops, pair.policy, tokens)
-    result = loss.batch_log_probabilities(ops, logits)
+    result = loss.batch_log_probabilities(ops, logits, whole=pair.policy.alone)
     if pair.reference is not None:
         with pair.reference_ops.no_grad():
             other = step.full_logits(pair.reference_ops, pair.reference, tokens)
-            loss.batch_log_probabilities(pair.reference_ops, other)
+            loss.batch_log_probabilities(pair.reference_ops, other, whole=pair.reference.alone)
             del other
     del logits
     step.backward(ops, result)
@@ -74,10 +74,10 @@ def kto_step(ops: Ops, pair: Pair, tokens: int) -> None:
 
 def _kto_forward(ops: Ops, model: Model, tokens: int) -> tuple[Tensor, Tensor]:
     logits = step.full_logits(ops, model, tokens)
-    result = loss.batch_log_probabilities(ops, logits)
+    result = loss.batch_log_probabilities(ops, logits, whole=model.alone)
     with ops.no_grad():
         divergence = step.full_logits(ops, model, tokens)
-        loss.batch_log_probabilities(ops, divergence)
+        loss.batch_log_probabilities(ops, divergence, whole=model.alone)
         del divergence
     by_kind = ops.empty(logits.numel, FLOAT32, "logits")  # chosen and rejected are picked out by a mask: copies
     return result, by_kind

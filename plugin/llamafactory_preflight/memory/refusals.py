@@ -7,7 +7,7 @@ from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import badam, fsdp_refusals
+from llamafactory_preflight.memory import badam, fsdp_refusals, preference
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import quantization
@@ -49,8 +49,8 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
         yield from badam.reasons(run, shape)
     if run.stage == "ppo":
         yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
-    if run.label_smoothing_factor:
-        yield "`label_smoothing_factor` has no formula yet"
+    if run.label_smoothing_factor and (run.deepspeed or run.fsdp_plan or shape.vision):
+        yield "`label_smoothing_factor` has no formula yet for vision models and under DeepSpeed or FSDP"
     if run.pref_ftx and run.stage == "dpo":
         yield "`pref_ftx` has no formula yet"
     if run.stage == "dpo" and run.ref_model not in (None, run.model_name_or_path):
@@ -119,7 +119,10 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
     if shape.vision is not None and plan.stage == 3:
         yield "A vision model under ZeRO-3 has no formula yet"
     if plan.stage == 3 and shape.moe is not None:
-        yield "Experts under ZeRO-3 have no formula yet"
+        if run.finetuning_type in ("full", "freeze"):
+            yield "Training experts under ZeRO-3 has no formula yet, only adapters beside them"
+        if preference.loads_reference(run):
+            yield "A second model with experts under ZeRO-3 has no formula yet"
     if plan.stage == 3 and quantization(run, shape) is not None:
         yield "4 bit under ZeRO-3 has no formula yet: each card takes the whole model before DeepSpeed cuts it"
 

@@ -95,7 +95,18 @@ class ShardedEstimator(Estimator):
             inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
             state_dict=self.weights + self.adapters + tied * self.item,
             tied=tied,
+            converted=self._converted(),
         )
+
+    def _converted(self) -> int:
+        """Bytes that a rank makes of a checkpoint's experts while it loads: all of them stacked, and two more halves.
+
+        Source: transformers/integrations/deepspeed.py (_apply_weight_conversions_to_state_dict), on every rank.
+        """
+        if self.plan.stage < 3 or self.shape.moe is None:
+            return 0
+        _, gate_up, down = parameters.expert_tensors(self.shape)
+        return (self.shape.num_layers * (gate_up + down) + gate_up) * self.item
 
     def _ranks(self) -> Sequence[int]:
         """Ranks that may take most: shares differ below stage 3 only, by which tensors lie in them."""
@@ -173,7 +184,7 @@ class ShardedEstimator(Estimator):
         if self.plan.stage == 3:
             shards = held["weights"] + held["adapters"]
             flat = 0 if offloads else sum(masters) + max(masters, default=0)
-            gathered = 2 * self._largest() * self.item
+            gathered = 2 * max(self._largest(), sum(parameters.expert_tensors(self.shape)[1:])) * self.item
             final = sum(held.values()) - workspace - (0 if offloads else self._optimizer(self._owned()).states)
             return max(shards + flat, final + gathered)
         trained = sum(p.numel for group in self.trained for p in group)
@@ -198,12 +209,7 @@ class ShardedEstimator(Estimator):
             if coordinator is None:
                 self._follow(ledger, gradients, ())
                 continue
-            if gradients.boundary in recordings:
-                recordings[gradients.boundary].repeat(ledger)
-            else:
-                recorder = Recorder(ledger)
-                self._follow(ledger, gradients, [recorder.watch(each) for each in coordinators])
-                recordings[gradients.boundary] = recorder.finish()
+            self._follow_hooked(ledger, gradients, coordinators, recordings)
             if self.recent:
                 coordinator.release_leftovers()
             if gradients.boundary:
@@ -218,6 +224,26 @@ class ShardedEstimator(Estimator):
         stepping = ledger.take_peak()
         del held
         return busy, stepping
+
+    def _follow_hooked(
+        self,
+        ledger: Ledger,
+        gradients: Gradients,
+        coordinators: Sequence[Coordinator],
+        recordings: dict[bool, Recording],
+    ) -> None:
+        """One micro-step under stage 3: as the one of its kind before, but for what the hooks do.
+
+        A graph with experts keeps what hooks have gathered, so it is run each time.
+        """
+        if self.shape.moe is not None:
+            self._follow(ledger, gradients, coordinators)
+        elif gradients.boundary in recordings:
+            recordings[gradients.boundary].repeat(ledger)
+        else:
+            recorder = Recorder(ledger)
+            self._follow(ledger, gradients, [recorder.watch(each) for each in coordinators])
+            recordings[gradients.boundary] = recorder.finish()
 
     def _follow(self, ledger: Ledger, gradients: Gradients, modules: Sequence[Modules]) -> None:
         """One micro-step, with the hooks on the modules of the trained model and of the reference."""

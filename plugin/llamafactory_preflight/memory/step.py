@@ -54,6 +54,8 @@ class Model:
         noise: Whether NEFTune adds noise to the embeddings.
         wrapped: Whether PEFT's model stands around it.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
+        alone: Whether the batch is a single sequence, whose logits but the last are a whole tensor.
+        smooths: Whether the Trainer computes the loss itself, with smoothed labels, on what the model returns.
         tower: The vision tower with the batch's images, or None where there are none.
     """
 
@@ -69,6 +71,8 @@ class Model:
     noise: bool
     wrapped: bool
     upcasts_logits: bool
+    alone: bool
+    smooths: bool
     tower: tower.Tower | None
 
 
@@ -79,6 +83,8 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
 
 def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The forward of it, up to where the Trainer has the loss alone."""
+    if model.smooths:
+        return _smoothed_loss(ops, model, tokens)
     logits = None
     ops.begin_forward()
     with ops.autocast():
@@ -101,6 +107,14 @@ def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
     return result
 
 
+def _smoothed_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The model runs without labels, and its logits wait until the loss is there."""
+    with ops.autocast():
+        logits = head(ops, model, hidden_states(ops, model, tokens))
+    logits = convert(ops, model, logits)
+    return loss.smoothed_cross_entropy(ops, logits, whole=model.alone)
+
+
 def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
     hidden = hidden_states(ops, model, tokens)
     ops.borrow(model.head)
@@ -110,6 +124,9 @@ def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
 def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and loss without gradients: liger's fused loss works in training only, so the logits are written out."""
     with ops.no_grad():
+        if model.smooths:
+            _smoothed_loss(ops, model, tokens)
+            return
         with ops.autocast():
             logits = head(ops, model, hidden_states(ops, model, tokens))
             _cross_entropy(ops, model, logits)

@@ -188,11 +188,16 @@ class Coordinator:
         for state in self.states.values():
             self._wait(state)
 
+    def gathered(self, key: Key) -> Storage | None:
+        """Where a weight lies whole, if that is memory of its own."""
+        return self.states[key].storage
+
     def _members(self, key: Key) -> tuple[_Gathered, ...]:
-        """A module's parameters: its weight and its bias."""
+        """A module's parameters: its weight and its bias, or a sparse layer's experts and router."""
         layer, name = key
-        bias = self.states.get((layer, f"{name}.bias"))
-        return (self.states[key],) if bias is None else (self.states[key], bias)
+        others = ("down", "router") if name == "gate_up" else (f"{name}.bias",)
+        found = (self.states.get((layer, other)) for other in others)
+        return (self.states[key], *(state for state in found if state is not None))
 
     def _prefetch(self, members: Sequence[_Gathered]) -> None:
         queue, fetched = self.queue, self.fetched
