@@ -1,16 +1,17 @@
-"""Notes what ZeRO-3 gathers in real LLaMA-Factory runs of the preference stages, and writes tests/recorded_stages.json.
+"""Notes what ZeRO-3 gathers in real LLaMA-Factory runs, and writes it to tests/recorded_stages.json.
 
-usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_stages.py & done; wait
+usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_stages.py RUN & done; wait
 
-Two processes with DeepSpeed on the CPU make two steps of a small model in each run that the file names. Noted is how
-many elements DeepSpeed counts as gathered after each module that it meets, a line for each forward of a model and what
-follows it, and which of its engines that belongs to. Needs deepspeed and some minutes.
+Two processes with DeepSpeed on the CPU make two steps of a small model, as the file says under the name RUN. Noted is
+how many elements DeepSpeed counts as gathered after each module that it meets, a line for each forward of a model and
+all that follows it, and which of DeepSpeed's engines that belongs to. Needs deepspeed and a minute.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "recorded_stages.json"
 FOLDER = Path(tempfile.gettempdir()) / "record_stages"
-ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29811", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29813", "OMP_NUM_THREADS": "1"}
 
 
 def watch() -> list[dict[str, Any]]:
@@ -43,32 +44,32 @@ def watch() -> list[dict[str, Any]]:
     return forwards
 
 
-def main() -> None:
+def main(name: str) -> None:
     """One rank; the first one writes what it noted."""
     rank = os.environ["RANK"]
-    cache = {"HF_DATASETS_CACHE": str(FOLDER / f"cache_{rank}"), "MEASURE_ROOT": str(FOLDER / f"rank_{rank}")}
-    os.environ |= ENVIRONMENT | cache | {"LOCAL_RANK": rank}
+    own = {"HF_DATASETS_CACHE": str(FOLDER / f"cache_{rank}"), "MEASURE_ROOT": str(FOLDER / f"rank_{rank}")}
+    os.environ |= ENVIRONMENT | own | {"LOCAL_RANK": rank}
     import measure_runs
 
     os.environ |= measure_runs.ENVIRONMENT
     import deepspeed
     from llamafactory.train import tuner
+    from llamafactory.train.rm import workflow as reward
     from transformers import Trainer, training_args
 
     training_args.is_torch_bf16_gpu_available = lambda: True
-    Trainer.save_model = lambda *_, **__: None
+    reward.fix_valuehead_checkpoint = Trainer.save_model = lambda *_, **__: None
+    known = json.loads(FILE.read_text())
+    run = known["runs"][name]
+    measure_runs.write_model(run["model"], known["models"][run["model"]])
     deepspeed.init_distributed(dist_backend="gloo")
     forwards = watch()
-    known = json.loads(FILE.read_text())
-    measure_runs.write_model("small", known["model"])
-    for name, run in known["runs"].items():
-        forwards.clear()
-        tuner.run_exp(measure_runs.arguments({"id": name, "model": "small", "args": known["args"] | run["args"]}))
-        run["forwards"] = [one | {"available": " ".join(map(str, one["available"]))} for one in forwards]
+    tuner.run_exp(measure_runs.arguments({"id": name, "model": run["model"], "args": known["args"] | run["args"]}))
+    run["forwards"] = [one | {"available": " ".join(map(str, one["available"]))} for one in forwards]
     if rank == "0":
         FILE.write_text(json.dumps(known, indent=1) + "\n")
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

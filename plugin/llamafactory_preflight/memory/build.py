@@ -183,9 +183,7 @@ class Builder:
         if shape is None or not batch.images:
             return None
         dtype, kind, lowers = self.precision.loaded, self._quantization(), self.run.deepspeed is None
-        return frozen_tower(
-            self.ops, shape, batch, self.kernels, dtype=dtype, kind=kind, hooked=hooked, lowers=lowers
-        )
+        return frozen_tower(self.ops, shape, batch, self.kernels, dtype=dtype, kind=kind, hooked=hooked, lowers=lowers)
 
     def _mask_kind(self, batch: Batch) -> str:
         """A sequence longer than the window gets a mask in the layers that have one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
@@ -236,12 +236,14 @@ class Estimator:
             host_mapped=0 if self.run.use_cpu else self.mapped() + self.ranks.local * PROCESS_BYTES,
             nccl=NCCL_BYTES if self.ranks.world > 1 and not self.run.use_cpu else 0,
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
-            remarks=(
-                *remarks(self.run, self.shape, self.batch, self.images),
-                *by_size(self.run, self.shape),
-                *host_remarks(self.run),
-            ),
+            remarks=tuple(self.remarks()),
         )
+
+    def remarks(self) -> Iterator[str]:
+        """What else is to be said."""
+        yield from remarks(self.run, self.shape, self.batch, self.images)
+        yield from by_size(self.run, self.shape)
+        yield from host_remarks(self.run)
 
 
 def split_of(load: int, busy: Mark, stepping: Mark) -> dict[str, int]:

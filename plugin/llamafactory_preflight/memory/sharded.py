@@ -98,6 +98,12 @@ class ShardedEstimator(Estimator):
             converted=self._converted(),
         )
 
+    def remarks(self) -> Iterator[str]:
+        """What else is to be said."""
+        yield from super().remarks()
+        if self._converted():
+            yield "While experts load under ZeRO-3, each process stacks all of them in main memory."
+
     def _converted(self) -> int:
         """Bytes that a rank makes of a checkpoint's experts while it loads: all of them stacked, and two more halves.
 
@@ -234,16 +240,18 @@ class ShardedEstimator(Estimator):
     ) -> None:
         """One micro-step under stage 3: as the one of its kind before, but for what the hooks do.
 
-        A graph with experts keeps what hooks have gathered, so it is run each time.
+        The last of a step is of another kind where gradients go to main memory. A graph with experts keeps what hooks
+        have gathered, so it is run each time.
         """
+        kind = gradients.boundary and self.plan.offload_optimizer != "none"
         if self.shape.moe is not None:
             self._follow(ledger, gradients, coordinators)
-        elif gradients.boundary in recordings:
-            recordings[gradients.boundary].repeat(ledger)
+        elif kind in recordings:
+            recordings[kind].repeat(ledger)
         else:
             recorder = Recorder(ledger)
             self._follow(ledger, gradients, [recorder.watch(each) for each in coordinators])
-            recordings[gradients.boundary] = recorder.finish()
+            recordings[kind] = recorder.finish()
 
     def _follow(self, ledger: Ledger, gradients: Gradients, modules: Sequence[Modules]) -> None:
         """One micro-step, with the hooks on the modules of the trained model and of the reference."""
