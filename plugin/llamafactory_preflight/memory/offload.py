@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory import dtypes, parameters
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero2 import flat_group
 from llamafactory_preflight.memory.zero3 import partition
 from llamafactory_preflight.memory.zero3_gradients import tiles
+from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.zero import ZeroPlan
 
 
@@ -165,3 +166,14 @@ def _flatten_trained(
     for block in blocks:
         host.unpin(block)
     host.give(own)
+
+
+def stacked_bytes(shape: ModelShape, *, item: int) -> int:
+    """What a rank makes of a checkpoint's experts while it loads under stage 3: all of them stacked, and two halves.
+
+    Source: transformers/integrations/deepspeed.py (_apply_weight_conversions_to_state_dict), which every rank runs.
+    """
+    if shape.moe is None or not shape.moe.stacked:
+        return 0
+    _, gate_up, down = parameters.expert_tensors(shape)
+    return (shape.num_layers * (gate_up + down) + gate_up) * item

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 
 from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, preference, sharding, statics
+from llamafactory_preflight.memory.batch import evaluation_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.estimator import Estimator, split_of
+from llamafactory_preflight.memory.estimator import Estimator, evaluates, split_of
 from llamafactory_preflight.memory.module_hooks import Modules
-from llamafactory_preflight.memory.module_recording import Recorder, Recording
-from llamafactory_preflight.memory.ops import Ops
+from llamafactory_preflight.memory.offload import stacked_bytes
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, mark_bytes
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
+from llamafactory_preflight.memory.zero3_engines import Engines, operations, reference_engine
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
-from llamafactory_preflight.zero import ZeroPlan, without_auto
+from llamafactory_preflight.zero import ZeroPlan
 
 
 OVERFLOW_BYTES = 11
@@ -81,6 +82,33 @@ class ShardedEstimator(Estimator):
         }
         return phases, split_of(phases["load"], busy, stepping)
 
+    def ledger(self, *, gradients: bool, states: bool = True) -> tuple[Ledger, list[Storage]]:
+        """A ledger with all that lies on the first card between steps."""
+        ledger = self._ledger()
+        return ledger, [Storage(ledger, size, name) for name, size in self._resting(0).items()]
+
+    def evaluate(self) -> int:
+        """Stage 3 gathers for an evaluation in the order that it knows from training, which goes on with a backward."""
+        if self.plan.stage < 3 or not evaluates(self.run):
+            return super().evaluate()
+        ledger, held = self.ledger(gradients=False)
+        gradients, coordinator = self._gradients(ledger, 0)
+        assert coordinator is not None
+        hooks = self._hooks(ledger, coordinator)
+        for gradients.boundary in (True, True):
+            self._follow(ledger, gradients, hooks)
+        coordinator.release_all()
+        coordinator.gather_persistent()
+        ledger.take_peak()
+        batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
+        for _ in range(2):
+            each = operations(ledger, hooks)
+            builder = Builder(self.run, self.shape, each[0], fresh_gradients=True, gradients=gradients)
+            with each[0].no_grad():
+                self._run(each[0], builder, batch, each[-1])
+        del held
+        return ledger.take_peak()[0]
+
     def host(self, split: Mapping[str, int]) -> host.HostNeed:
         """Main memory of all processes here."""
         tied = parameters.embedding_numel(self.shape) if self.shape.tie_word_embeddings else 0
@@ -95,24 +123,14 @@ class ShardedEstimator(Estimator):
             inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
             state_dict=self.weights + self.adapters + tied * self.item,
             tied=tied,
-            converted=self._converted(),
+            converted=stacked_bytes(self.shape, item=self.item),
         )
 
     def remarks(self) -> Iterator[str]:
         """What else is to be said."""
         yield from super().remarks()
-        if self._converted():
+        if self.plan.stage == 3 and stacked_bytes(self.shape, item=self.item):
             yield "While experts load under ZeRO-3, each process stacks all of them in main memory."
-
-    def _converted(self) -> int:
-        """Bytes that a rank makes of a checkpoint's experts while it loads: all of them stacked, and two more halves.
-
-        Source: transformers/integrations/deepspeed.py (_apply_weight_conversions_to_state_dict), on every rank.
-        """
-        if self.plan.stage < 3 or self.shape.moe is None:
-            return 0
-        _, gate_up, down = parameters.expert_tensors(self.shape)
-        return (self.shape.num_layers * (gate_up + down) + gate_up) * self.item
 
     def _ranks(self) -> Sequence[int]:
         """Ranks that may take most: shares differ below stage 3 only, by which tensors lie in them."""
@@ -207,15 +225,16 @@ class ShardedEstimator(Estimator):
         masters, states = self._optimizer_bytes()
         held.append(Storage(ledger, masters, "optimizer"))
         gradients, coordinator = self._gradients(ledger, rank)
-        coordinators = [] if coordinator is None else [coordinator, *self._reference_coordinators(ledger)]
+        hooks = [] if coordinator is None else self._hooks(ledger, coordinator)
+        follow = partial(self._follow, ledger, gradients)
+        engines = Engines(ledger, hooks, follow, repeats=self.shape.moe is None)
         busy: Mark = (0, {})
         later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
-        recordings: dict[bool, Recording] = {}
         for gradients.boundary in self._micro_steps():
             if coordinator is None:
                 self._follow(ledger, gradients, ())
                 continue
-            self._follow_hooked(ledger, gradients, coordinators, recordings)
+            engines.micro_step(gradients.boundary and self.plan.offload_optimizer != "none")
             if self.recent:
                 coordinator.release_leftovers()
             if gradients.boundary:
@@ -231,43 +250,18 @@ class ShardedEstimator(Estimator):
         del held
         return busy, stepping
 
-    def _follow_hooked(
-        self,
-        ledger: Ledger,
-        gradients: Gradients,
-        coordinators: Sequence[Coordinator],
-        recordings: dict[bool, Recording],
-    ) -> None:
-        """One micro-step under stage 3: as the one of its kind before, but for what the hooks do.
-
-        The last of a step is of another kind where gradients go to main memory. A graph with experts keeps what hooks
-        have gathered, so it is run each time.
-        """
-        kind = gradients.boundary and self.plan.offload_optimizer != "none"
-        if self.shape.moe is not None:
-            self._follow(ledger, gradients, coordinators)
-        elif kind in recordings:
-            recordings[kind].repeat(ledger)
-        else:
-            recorder = Recorder(ledger)
-            self._follow(ledger, gradients, [recorder.watch(each) for each in coordinators])
-            recordings[kind] = recorder.finish()
-
     def _follow(self, ledger: Ledger, gradients: Gradients, modules: Sequence[Modules]) -> None:
         """One micro-step, with the hooks on the modules of the trained model and of the reference."""
-        engines = [Ops(ledger, autocast_dtype=None) for _ in modules or (None,)]
-        for ops, hooks in zip(engines, modules, strict=False):
-            ops.modules = hooks
-        builder = Builder(self.run, self.shape, engines[0], fresh_gradients=True, gradients=gradients)
-        self._run(engines[0], builder, self.batch, engines[-1])
+        each = operations(ledger, modules)
+        builder = Builder(self.run, self.shape, each[0], fresh_gradients=True, gradients=gradients)
+        self._run(each[0], builder, self.batch, each[-1])
         gradients.end_backward()
 
-    def _reference_coordinators(self, ledger: Ledger) -> Iterator[Coordinator]:
-        """That of a second model, if there is one: it has an engine of its own, which knows no `auto` values yet."""
-        if self.copied:
-            assert self.run.deepspeed is not None
-            plan = ZeroPlan.from_config(without_auto(self.run.deepspeed), hidden_size=self.shape.hidden_size)
-            yield Coordinator(ledger, self.copied, plan, world=self.ranks.world, item=self.item)
+    def _hooks(self, ledger: Ledger, coordinator: Coordinator) -> list[Coordinator]:
+        """Those of the trained model, and of a reference that has an engine of its own."""
+        assert self.run.deepspeed is not None
+        config, world = self.run.deepspeed, self.ranks.world
+        return [coordinator, *reference_engine(config, self.shape, self.copied, ledger, world=world, item=self.item)]
 
     def _micro_steps(self) -> Sequence[bool]:
         """Whether each of the micro-steps that are looked at is the last of its step.

@@ -123,14 +123,32 @@ def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
 
 def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and loss without gradients: liger's fused loss works in training only, so the logits are written out."""
+    ops.begin_forward()
     with ops.no_grad():
         if model.smooths:
             _smoothed_loss(ops, model, tokens)
             return
         with ops.autocast():
-            logits = head(ops, model, hidden_states(ops, model, tokens))
-            _cross_entropy(ops, model, logits)
+            logits = _evaluated(ops, model, tokens)
         convert(ops, model, logits)
+
+
+def _evaluated(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The logits, with a loss that is made beside them, in the modules that run in training."""
+    if not model.liger_loss:
+        begin_containers(ops, model)
+        return _logits_with_loss(ops, model, tokens)
+    if model.wrapped:
+        ops.begin_container()
+    name = PEFT_MODEL if model.wrapped else MODEL
+    nothing = Tensor(0, model.head.dtype, model.head.storage)
+    return ops.module(nothing, model.head, lambda x: _logits_with_loss(ops, model, tokens), name=name)
+
+
+def _logits_with_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
+    logits = head(ops, model, hidden_states(ops, model, tokens))
+    _cross_entropy(ops, model, logits)
+    return logits
 
 
 def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
