@@ -98,6 +98,15 @@ def test_without_checkpointing_a_reference_keeps_the_trained_model_gathered() ->
     assert compared.phases["forward_backward"] - alone.phases["forward_backward"] > whole // 2
 
 
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_an_evaluation_takes_what_a_rank_holds_and_gathers(stage: str) -> None:
+    settings = {"stage": stage, "val_size": 0.1, "eval_strategy": "steps", "per_device_eval_batch_size": 1}
+    for zero in (2, 3):
+        ranks = [predict(world, deepspeed=deepspeed(zero), **settings).phases for world in (1, 2, 8)]
+        assert [phases["evaluate"] for phases in ranks] == sorted((p["evaluate"] for p in ranks), reverse=True)
+        assert all(phases["save"] < phases["evaluate"] <= phases["forward_backward"] for phases in ranks)
+
+
 def test_a_reward_model_has_a_head_that_is_trained() -> None:
     for zero in (2, 3):
         lora, rm = (predict(2, stage=s, finetuning_type="lora", deepspeed=deepspeed(zero)) for s in ("sft", "rm"))

@@ -88,7 +88,7 @@ class ShardedEstimator(Estimator):
         return ledger, [Storage(ledger, size, name) for name, size in self._resting(0).items()]
 
     def evaluate(self) -> int:
-        """Stage 3 gathers for an evaluation in the order that it knows from training, which goes on with a backward."""
+        """Stage 3 gathers for an evaluation in the order that it knows from training, where a backward comes next."""
         if self.plan.stage < 3 or not evaluates(self.run):
             return super().evaluate()
         ledger, held = self.ledger(gradients=False)
