@@ -193,6 +193,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
     """Runs one case in this process and returns what it took."""
     import torch
     from llamafactory.train import tuner
+    from llamafactory.train.rm import workflow as reward
     from transformers import Trainer, TrainerCallback
 
     kept = ("id", "model", "args", "images", "cap_gib", "env", "ranks", "accelerate")
@@ -240,6 +241,7 @@ def run_case(case: dict[str, Any]) -> dict[str, Any]:
         args = arguments(case)
         if args["save_strategy"] == "no" and not case.get("save"):
             Trainer.save_model = lambda *_, **__: None  # the final model would only fill the disk
+            reward.fix_valuehead_checkpoint = lambda *_, **__: None  # and looks for it there
         tuner.run_exp(args, callbacks=[Watch()])
         result["ok"] = True
         if case.get("save"):

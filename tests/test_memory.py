@@ -336,7 +336,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{name: ({name: True}, QWEN3) for name in OTHER_CODE},
     "deepspeed": ({"deepspeed": {"zero_optimization": {"stage": 2}}}, QWEN3),
     "ppo": ({"stage": "ppo"}, QWEN3),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, QWEN3),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, VISION),
     "pref_ftx": ({"stage": "dpo", "pref_ftx": 0.1}, QWEN3),
     "another reference": ({"stage": "dpo", "ref_model": "other"}, QWEN3),
     "full tuning of quantized weights": ({"finetuning_type": "full", "quantization_bit": 4}, QWEN3),

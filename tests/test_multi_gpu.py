@@ -291,7 +291,7 @@ def test_a_bucket_is_alive_while_gradients_come() -> None:
         ({"deepspeed": deepspeed(2), "bf16": False, "pure_bf16": True}, "float32"),
         ({"deepspeed": deepspeed(2) | {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel"),
         ({"deepspeed": deepspeed(3, zero_hpz_partition_size=8)}, "zero_hpz_partition_size"),
-        ({"deepspeed": deepspeed(2), "stage": "rm"}, "Stage"),
+        ({"deepspeed": deepspeed(2), "stage": "ppo"}, "PPO"),
     ],
 )
 def test_what_has_no_formula_is_said(settings: dict[str, Any], word: str) -> None:

@@ -148,6 +148,12 @@ class ZeroPlan:
         return plan
 
 
+def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration as DeepSpeed itself reads it: what is `auto` there is left out (runtime/config_utils.py)."""
+    section = _section(config, "zero_optimization")
+    return {**config, "zero_optimization": {key: value for key, value in section.items() if value != "auto"}}
+
+
 def _precision(config: Mapping[str, Any]) -> Precision:
     """DeepSpeed casts the whole model to it, adapters and norms included (runtime/engine.py)."""
     enabled = {name: _section(config, name).get("enabled", False) for name in ("bf16", "fp16")}

@@ -47,12 +47,16 @@ class Oft:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear layer; `quantization`, `lora` and `oft` are None where they do not apply."""
+    """A linear layer; `quantization`, `lora` and `oft` are None where they do not apply.
+
+    With `bypassed` PEFT's module returns what its base layer does (disable_adapter).
+    """
 
     weight: Weight
     quantization: Quantization | None = None
     lora: Lora | None = None
     oft: Oft | None = None
+    bypassed: bool = False
 
     def trained(self) -> Iterator[Weight]:
         """The weights that get a gradient."""
@@ -66,6 +70,8 @@ class Linear:
         if self.lora is None:
             return self._base(ops, x)
         lora = self.lora
+        if self.bypassed:
+            return ops.module(x, lora.a, lambda x: self._base(ops, x), name=ADAPTER)
         return ops.module(x, lora.a, lambda x: self._adapted(ops, x, lora), name=ADAPTER)
 
     def _base(self, ops: Ops, x: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Leaf, Storage
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.quantization import quantization
-from llamafactory_preflight.memory.sharding import ENDS, Gradients
+from llamafactory_preflight.memory.sharding import ENDS, VALUE_HEAD, Gradients
 from llamafactory_preflight.memory.step import Model, Segment
 from llamafactory_preflight.memory.tower import Tower, frozen_tower
 from llamafactory_preflight.model_shape import ModelShape
@@ -38,6 +38,7 @@ class Builder:
         first_step: No optimizer states exist, and kernels are tuned.
         block: The only layer that trains in this step, or None where the run's method decides (BAdam).
         gradients: What takes the gradients in hand as they come, where ranks share them: every layer is then run.
+        bypassed: Whether adapters are there and do nothing.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class Builder:
         first_step: bool = False,
         block: int | None = None,
         gradients: Gradients | None = None,
+        bypassed: bool = False,
     ) -> None:
         self.run, self.shape, self.ops = run, shape, ops
         self.fresh_gradients, self.first_step = fresh_gradients, first_step
-        self.block, self.gradients, self.number = block, gradients, ENDS
+        self.block, self.gradients, self.number, self.bypassed = block, gradients, ENDS, bypassed
         self.precision = precision(run, shape)
         self.kernels = Kernels(
             liger=run.enable_liger_kernel and shape.family.liger,
@@ -70,22 +72,28 @@ class Builder:
         extra = self.run.freeze_extra_modules if self.run.finetuning_type == "freeze" else self.run.additional_target
         ends = tuple(full or name in extra for name in ("embed_tokens", "norm", "lm_head"))
         inputs = self._inputs(batch, hidden=self.precision.trained if ends[0] else self.precision.loaded)
-        liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft")
+        liger_loss = self.kernels.liger and self.run.stage in ("pt", "sft") and not self.run.label_smoothing_factor
         kind = checkpointing_kind(self.run)
         return self._model(self._segments(inputs, batch), batch, ends, kind=kind, liger_loss=liger_loss)
 
-    def reference_model(self, batch: Batch) -> Model:
-        """The model that preferences are measured against: the base without its adapters, or a second copy."""
-        builder = Builder(self.run, self.shape, self.ops, fresh_gradients=False)
-        builder.targets, builder.every_norm = {}, False
-        inputs = builder._inputs(batch, hidden=self.precision.loaded)
-        segment = builder._segment(inputs, self.shape.num_layers, trained=False)
-        return builder._model([segment], batch, (False,) * 3, kind="off", liger_loss=False)
+    def base_model(self, batch: Batch) -> Model:
+        """A model without adapters, or with such as do nothing, that is not trained."""
+        if not self.bypassed:
+            self.targets = {}
+        self.every_norm = False
+        inputs, count = self._inputs(batch, hidden=self.precision.loaded), self.shape.num_layers
+        parts = [count] if self.ops.modules is None else [1] * count
+        segments = []
+        for self.number, number in enumerate(parts):
+            segments.append(self._segment(inputs, number, trained=False))
+        self.number = ENDS
+        return self._model(segments, batch, (False,) * 3, kind="off", liger_loss=False)
 
     def value_head(self) -> Weight:
-        """The reward model's head: one float32 row."""
-        hidden = self.shape.hidden_size
-        return Weight(hidden, FLOAT32, self.booked, width=hidden, leaf=self.leaf())
+        """The reward model's head: one row, in float32 unless DeepSpeed casts it."""
+        dtype = FLOAT32 if self.run.deepspeed is None else self.precision.trained
+        hidden, name = self.shape.hidden_size, VALUE_HEAD
+        return Weight(hidden, dtype, self.booked, width=hidden, leaf=self.leaf(name), key=(ENDS, name))
 
     def _segments(self, inputs: Inputs, batch: Batch) -> list[Segment]:
         """The trained model's layers in groups of a kind.
@@ -165,6 +173,8 @@ class Builder:
             noise=bool(self.run.neftune_noise_alpha),
             wrapped=bool(self.targets),
             upcasts_logits=self.run.upcast_lmhead_output and not ends[2],
+            smooths=self.run.label_smoothing_factor > 0,
+            alone=batch.sequences == 1,
             tower=self._tower(batch, hooked=hooked),
         )
 
@@ -172,8 +182,8 @@ class Builder:
         shape = self.shape.vision.tower if self.shape.vision is not None else None
         if shape is None or not batch.images:
             return None
-        kind, kernels = self._quantization(), self.kernels
-        return frozen_tower(self.ops, shape, batch, kernels, dtype=self.precision.loaded, kind=kind, hooked=hooked)
+        dtype, kind, lowers = self.precision.loaded, self._quantization(), self.run.deepspeed is None
+        return frozen_tower(self.ops, shape, batch, self.kernels, dtype=dtype, kind=kind, hooked=hooked, lowers=lowers)
 
     def _mask_kind(self, batch: Batch) -> str:
         """A sequence longer than the window gets a mask in the layers that have one."""
@@ -255,6 +265,7 @@ class Builder:
             quantization=self._quantization(),
             lora=self._lora(name, linear) if lora else None,
             oft=self._oft(name, linear) if oft else None,
+            bypassed=self.bypassed,
         )
 
     def _quantization(self) -> Quantization | None:
@@ -277,4 +288,5 @@ class Builder:
         a = self._adapter(f"{name}.a", rank * linear.in_features, width=linear.in_features)
         b = self._adapter(f"{name}.b", rank * linear.out_features, width=rank)
         magnitude = self._adapter(f"{name}.m", linear.out_features) if self.run.use_dora else None
-        return Lora(a=a, b=b, dropout=self.run.lora_dropout, magnitude=magnitude)
+        dropout = 0.0 if self.run.stage in ("dpo", "kto") else self.run.lora_dropout  # LLaMA-Factory switches it off
+        return Lora(a=a, b=b, dropout=dropout, magnitude=magnitude)

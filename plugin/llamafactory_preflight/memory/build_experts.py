@@ -33,9 +33,11 @@ def _stacked(builder: Builder, *, trained: bool) -> Experts | None:
     moe, hidden = builder.shape.moe, builder.shape.hidden_size
     if moe is None:
         return None
-    router, gate_up, down = parameters.expert_tensors(builder.shape)
+    numel, gate_up, down = parameters.expert_tensors(builder.shape)
+    router = builder.weight("router", numel, trained=trained, width=hidden)
+    router.key = None  # no module of its own to DeepSpeed
     return Experts(
-        router=builder.weight("router", router, trained=trained, width=hidden),
+        router=router,
         gate_up=builder.weight("gate_up", gate_up, trained=trained, width=hidden),
         down=builder.weight("down", down, trained=trained, width=moe.intermediate_size),
         num_experts=moe.num_experts,

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.estimator import Estimator, evaluates
 from llamafactory_preflight.memory.fsdp import FsdpEstimator
+from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.refusals import refuse
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
 from llamafactory_preflight.memory.sharded import ShardedEstimator
 from llamafactory_preflight.memory.sharding import Ranks
+from llamafactory_preflight.memory.zero3_quantized import QuantizedShards
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
+from llamafactory_preflight.zero import ZeroPlan
 
 
 __all__ = ["PHASES", "Card", "MemoryEstimate", "Ranks", "cublas_workspace", "estimate", "evaluates"]
@@ -65,14 +69,18 @@ def estimate(
     """
     refuse(run, shape, software, images)
     shape, card, ranks = shape.under(software), card or Card(), ranks or Ranks()
-    if run.deepspeed is not None:
-        return ShardedEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     if run.fsdp_plan is not None:
         if ranks.world == 1:
             raise Unmodelled("FSDP shares a model among several processes, and this run has one")
         return FsdpEstimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
-    found = Estimator(run, shape, software, card, length, ranks, images, eval_length).result()
+    kind = Estimator if run.deepspeed is None else _under_deepspeed(run, run.deepspeed, shape)
+    found = kind(run, shape, software, card, length, ranks, images, eval_length).result()
     if images is None or images.exact:
         return found
-    least = Estimator(run, shape, software, card, length, ranks, eval_length=eval_length).result()
+    least = kind(run, shape, software, card, length, ranks, eval_length=eval_length).result()
     return replace(found, low_bytes=min(found.low_bytes, least.low_bytes))
+
+
+def _under_deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape) -> type[ShardedEstimator]:
+    shares = ZeroPlan.from_config(config, hidden_size=shape.hidden_size).stage == 3
+    return QuantizedShards if shares and quantization(run, shape) is not None else ShardedEstimator

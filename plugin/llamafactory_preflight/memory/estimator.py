@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
@@ -72,9 +72,7 @@ class Estimator:
 
     def _reference_bytes(self) -> int:
         """Weights of a second model: for full and freeze tuning the model itself once more, as it was loaded."""
-        if not preference.needs_reference(self.run):
-            return 0
-        if self.run.finetuning_type in ADAPTERS and self.run.ref_model is None:
+        if not preference.loads_reference(self.run):
             return 0
         vision = self.shape.vision.numel if self.shape.vision is not None else 0
         return (statics.total(statics.model_groups(self.shape)) + vision) * dtypes.size(self.precision.loaded)
@@ -120,18 +118,26 @@ class Estimator:
         del held
         return peak
 
-    def _run(self, ops: Ops, builder: Builder, batch: Batch) -> None:
-        """One micro-step of the run's stage; without gradients where `ops` makes none."""
-        model, stage = builder.model(batch), self.run.stage
+    def _run(self, ops: Ops, builder: Builder, batch: Batch, reference_ops: Ops | None = None) -> None:
+        """One micro-step of the run's stage; without gradients where `ops` makes none.
+
+        A reference model runs with `reference_ops` where it has hooks of its own.
+        """
+        model, stage, reference_ops = builder.model(batch), self.run.stage, reference_ops or ops
         if stage in ("pt", "sft"):
             one = step.language_model_step if ops.grad_enabled else step.evaluation_step
             one(ops, model, batch.tokens)
         elif stage == "rm":
             preference.reward_step(ops, model, builder.value_head(), batch.tokens)
         else:
-            reference = builder.reference_model(batch) if preference.needs_reference(self.run) else None
-            pair = preference.Pair(policy=model, reference=reference)
+            reference = self._reference(reference_ops, batch) if preference.needs_reference(self.run) else None
+            pair = preference.Pair(policy=model, reference=reference, reference_ops=reference_ops)
             (preference.dpo_step if stage == "dpo" else preference.kto_step)(ops, pair, batch.tokens)
+
+    def _reference(self, ops: Ops, batch: Batch) -> step.Model:
+        """What the trained model is compared with: a second model, or its own base behind adapters that do nothing."""
+        bypassed = not preference.loads_reference(self.run)
+        return Builder(self.run, self.shape, ops, fresh_gradients=False, bypassed=bypassed).base_model(batch)
 
     def evaluate(self) -> int:
         """Peak of an evaluation step, or 0 where the run evaluates nothing."""
@@ -230,12 +236,14 @@ class Estimator:
             host_mapped=0 if self.run.use_cpu else self.mapped() + self.ranks.local * PROCESS_BYTES,
             nccl=NCCL_BYTES if self.ranks.world > 1 and not self.run.use_cpu else 0,
             tokens=self.batch.tokens * self.run.gradient_accumulation_steps,
-            remarks=(
-                *remarks(self.run, self.shape, self.batch, self.images),
-                *by_size(self.run, self.shape),
-                *host_remarks(self.run),
-            ),
+            remarks=tuple(self.remarks()),
         )
+
+    def remarks(self) -> Iterator[str]:
+        """What else is to be said."""
+        yield from remarks(self.run, self.shape, self.batch, self.images)
+        yield from by_size(self.run, self.shape)
+        yield from host_remarks(self.run)
 
 
 def split_of(load: int, busy: Mark, stepping: Mark) -> dict[str, int]:

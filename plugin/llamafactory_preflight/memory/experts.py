@@ -11,6 +11,7 @@ from llamafactory_preflight.memory import dtypes
 from llamafactory_preflight.memory.attention import softmax
 from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
 from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.module_hooks import EXPERTS
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Storage, Tensor
 
@@ -38,7 +39,10 @@ class Experts:
     """It is the first step, in which Triton tries configurations of liger's kernels."""
 
     def __call__(self, ops: Ops, hidden: Tensor) -> Tensor:
-        """Routes every token to its experts and sums what they return."""
+        """Routes every token to its experts and sums what they return; a single module to DeepSpeed's hooks."""
+        return ops.module(hidden, self.gate_up, lambda x: self._route(ops, x), name=EXPERTS)
+
+    def _route(self, ops: Ops, hidden: Tensor) -> Tensor:
         tokens = hidden.numel // self.router.width
         logits = ops.linear(hidden, self.router)
         probabilities = softmax(ops, logits)
@@ -78,7 +82,7 @@ class Experts:
         rows = x.numel // weight.width
         out = ops.empty(rows * width, weight.dtype)
         trained = weight.node is not None
-        saved = ((x.storage,) if trained else ()) + (weight.storage,)
+        saved = ((x.storage,) if trained else ()) + (ops.view(weight),)  # a transposed view of it
         size, dw = x.nbytes, weight.nbytes
 
         def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:

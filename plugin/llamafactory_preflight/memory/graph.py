@@ -69,6 +69,7 @@ class Graph:
         self.saved_hook: Callable[[Node], None] | None = None
         self.modules: Modules | None = None
         self.own_linear = False
+        self._remaining: dict[tuple[str, Key], int] = {}
         self._clock = 0
 
     def empty(self, numel: int, dtype: int, component: str = "activations") -> Tensor:
@@ -132,11 +133,21 @@ class Graph:
             return run(x)
 
         modules.enter(name, key)
-        out = run(self.hooked(x, partial(modules.leave, name, key)))
+        self._remaining[name, key] = int(self.grad_enabled and x.node is not None)
+        out = run(self.hooked(x, partial(self._leave_backward, modules, name, key)))
         modules.leave(name, key)
         if name == PEFT_MODEL:  # answers for the model it wraps, whose hook takes the place of its own
             return self.hooked(out, modules.enter_container)
         return self.hooked(out, partial(modules.enter, name, key))
+
+    def _leave_backward(self, modules: Modules, name: str, key: Key) -> None:
+        """The hook behind a module's backward counts the gradients still to come since its last forward.
+
+        Where that one had none to come, as a reference's, it miscounts, and the module is not left.
+        """
+        self._remaining[name, key] -= 1
+        if not self._remaining[name, key]:
+            modules.leave(name, key)
 
     def hooked(self, x: Tensor, hook: Callable[[], None]) -> Tensor:
         """The same tensor behind a function whose backward runs a hook."""
@@ -148,6 +159,11 @@ class Graph:
             return (grad,)
 
         return self.link(x.detach(), (x,), (), backward)
+
+    def begin_forward(self) -> None:
+        """The whole model begins its forward."""
+        if self.modules is not None:
+            self.modules.begin_forward()
 
     def begin_container(self) -> None:
         """A module without a weight of its own begins its forward."""

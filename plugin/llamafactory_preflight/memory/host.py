@@ -68,12 +68,14 @@ def deepspeed_host(
     plan: ZeroPlan,
     everything: Sequence[Parameter],
     groups: Sequence[Sequence[Parameter]],
+    copied: Sequence[Parameter],
     ranks: Ranks,
     *,
     item: int,
     inputs: int,
     state_dict: int,
     tied: int,
+    converted: int,
 ) -> HostNeed:
     """Main memory under DeepSpeed.
 
@@ -85,11 +87,13 @@ def deepspeed_host(
         plan: DeepSpeed's settings.
         everything: All parameters.
         groups: What is trained, in the optimizer's groups.
+        copied: The parameters of a second model.
         ranks: Processes.
         item: Bytes of an element of the model.
         inputs: Bytes of the inputs of all layers in a micro-batch.
         state_dict: Bytes of the whole state dict on one card.
         tied: Elements of a head that is the embedding, 0 where it is not.
+        converted: Bytes of experts that a rank makes new while it loads them.
     """
     training = saving = 0
     adapters = run.finetuning_type in ADAPTERS
@@ -97,7 +101,9 @@ def deepspeed_host(
     moved = inputs if checkpointing_kind(run) == "host" else 0
     for rank in range(ranks.local):
         if plan.stage == 3:
-            held = zero3_host(everything, groups, plan, world=ranks.world, item=item, tied=tied)
+            held = zero3_host(
+                everything, groups, copied, plan, world=ranks.world, item=item, tied=tied, converted=converted
+            )
             saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
         elif plan.stage == 0:
             held, saved = HostMemory(), state_dict

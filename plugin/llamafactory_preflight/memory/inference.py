@@ -79,7 +79,7 @@ def inference_estimate(
     ops = Ops(ledger, autocast_dtype=None)
     builder = Builder(run, shape, ops, fresh_gradients=False)
     with ops.no_grad():
-        generation_step(ops, builder.model(batch) if keeps else builder.reference_model(batch), batch)
+        generation_step(ops, builder.model(batch) if keeps else builder.base_model(batch), batch)
     del held
     peak, split = ledger.take_peak()
     loading = sum(merge.values())

@@ -24,9 +24,9 @@ def masked_cross_entropy(ops: Ops, logits: Tensor) -> Tensor:
 
 
 def log_softmax(ops: Ops, x: Tensor, *, contiguous: bool = True) -> Tensor:
-    """torch.log_softmax in float32: saves its output; an input that is no whole tensor is copied first."""
-    copy = None if contiguous else ops.empty(x.numel, FLOAT32, "logits")
-    out = ops.empty(x.numel, FLOAT32, "logits")
+    """torch.log_softmax: saves its output; an input that is no whole tensor is copied first."""
+    copy = None if contiguous else ops.empty(x.numel, x.dtype, "logits")
+    out = ops.empty(x.numel, x.dtype, "logits")
     del copy
     size = x.nbytes
 
@@ -53,9 +53,32 @@ def without_last_token(ops: Ops, x: Tensor) -> Tensor:
     return ops.link(x.detach(), (x,), (), lambda grad, saved: (ops.storage(size, "logits"),))
 
 
-def batch_log_probabilities(ops: Ops, logits: Tensor) -> Tensor:
-    """LLaMA-Factory's get_batch_logps, on float32 logits."""
-    return _pick(ops, log_softmax(ops, without_last_token(ops, logits), contiguous=False))
+def smoothed_cross_entropy(ops: Ops, logits: Tensor, *, whole: bool) -> Tensor:
+    """Transformers' LabelSmoother: all log-probabilities are negated, one of each row is taken, and all are summed.
+
+    Without the last token a single sequence is `whole` still; of several the rest is copied together.
+    """
+    x = without_last_token(ops, logits)
+    if not whole:
+        x = ops.link(ops.empty(x.numel, x.dtype, "logits"), (x,), (), lambda grad, saved: (grad,))
+    probabilities = log_softmax(ops, x)
+    size = probabilities.nbytes
+    negated = ops.empty(probabilities.numel, probabilities.dtype, "logits")
+    negated = ops.link(negated, (probabilities,), (), lambda grad, saved: (ops.storage(size, "logits"),))
+
+    def backward(grad: Storage, saved: tuple[Storage, ...]) -> Gradients:
+        """The sum's gradient is a view spread out, to which nothing is added in place."""
+        taken = ops.storage(size, "logits")
+        both = ops.storage(size, "logits")
+        del taken
+        return (both,)
+
+    return ops.link(ops.empty(1, FLOAT32), (negated,), (), backward)
+
+
+def batch_log_probabilities(ops: Ops, logits: Tensor, *, whole: bool) -> Tensor:
+    """LLaMA-Factory's get_batch_logps, on float32 logits; `whole` as above."""
+    return _pick(ops, log_softmax(ops, without_last_token(ops, logits), contiguous=whole))
 
 
 def liger_chunk(tokens: int, hidden_size: int, vocab_size: int) -> int:

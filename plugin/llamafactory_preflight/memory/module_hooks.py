@@ -11,9 +11,15 @@ MODEL, PEFT_MODEL, ADAPTER = BORROWERS = "model", "peft_model", "adapter"
 """Modules that read the weight of another one: a whole model whose loss is fused with its head, with PEFT's model
 around it or not, and PEFT's module around a linear layer, which looks up the type of its adapter."""
 
+EXPERTS = "experts"
+"""A sparse layer's router and experts, which LLaMA-Factory makes one module to DeepSpeed (add_z3_leaf_module)."""
+
 
 class Modules(Protocol):
     """Hooks on all modules."""
+
+    def begin_forward(self) -> None:
+        """Before the forward of the whole model."""
 
     def enter(self, module: str, key: Key) -> None:
         """Before the forward of a module with a weight, and before its backward."""

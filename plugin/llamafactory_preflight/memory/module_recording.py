@@ -31,47 +31,27 @@ class Recording:
 
 
 class Recorder:
-    """Stands between a model and the hooks on its modules, and notes what is booked from one hook to the next.
+    """Notes what is booked from one hook on a module to the next, of one model or of several.
 
     Args:
-        ledger: Books every byte.
-        modules: The hooks; what they book themselves is left out.
+        ledger: Books every byte; what hooks book themselves is left out.
     """
 
-    def __init__(self, ledger: Ledger, modules: Modules) -> None:
-        self._ledger, self._modules = ledger, modules
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
         self._hooks: list[Passed] = []
         ledger.bookings = []
 
-    def enter(self, module: str, key: Key) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.enter, module, key)
-
-    def leave(self, module: str, key: Key) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.leave, module, key)
-
-    def enter_container(self) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.enter_container)
-
-    def borrow(self, key: Key) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.borrow, key)
-
-    def hold(self, key: Key) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.hold, key)
-
-    def let_go(self, key: Key) -> None:
-        """As `Modules` says."""
-        self._pass(self._modules.let_go, key)
+    def watch(self, modules: Modules) -> Modules:
+        """The hooks on a model's modules, which are noted as they run."""
+        return _Watched(self, modules)
 
     def finish(self) -> Recording:
         """The recording, when the micro-step is over and all that it held is gone."""
         return Recording(hooks=self._hooks, last=self._taken())
 
-    def _pass(self, hook: Callable[..., None], *arguments: Any) -> None:
+    def pass_on(self, hook: Callable[..., None], *arguments: Any) -> None:
+        """Runs a hook."""
         self._hooks.append((self._taken(), hook, arguments))
         hook(*arguments)
         self._ledger.bookings = []
@@ -80,3 +60,31 @@ class Recorder:
         bookings, self._ledger.bookings = self._ledger.bookings, None
         assert bookings is not None
         return bookings
+
+
+class _Watched:
+    """Stands between a model and the hooks on its modules."""
+
+    def __init__(self, recorder: Recorder, modules: Modules) -> None:
+        self._recorder, self._modules = recorder, modules
+
+    def begin_forward(self) -> None:
+        self._recorder.pass_on(self._modules.begin_forward)
+
+    def enter(self, module: str, key: Key) -> None:
+        self._recorder.pass_on(self._modules.enter, module, key)
+
+    def leave(self, module: str, key: Key) -> None:
+        self._recorder.pass_on(self._modules.leave, module, key)
+
+    def enter_container(self) -> None:
+        self._recorder.pass_on(self._modules.enter_container)
+
+    def borrow(self, key: Key) -> None:
+        self._recorder.pass_on(self._modules.borrow, key)
+
+    def hold(self, key: Key) -> None:
+        self._recorder.pass_on(self._modules.hold, key)
+
+    def let_go(self, key: Key) -> None:
+        self._recorder.pass_on(self._modules.let_go, key)

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory import dtypes, parameters
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero2 import flat_group
 from llamafactory_preflight.memory.zero3 import partition
 from llamafactory_preflight.memory.zero3_gradients import tiles
+from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.zero import ZeroPlan
 
 
@@ -93,26 +94,32 @@ def zero2_host(
 def zero3_host(
     everything: Sequence[Parameter],
     groups: Sequence[Sequence[Parameter]],
+    copied: Sequence[Parameter],
     plan: ZeroPlan,
     *,
     world: int,
     item: int,
     tied: int,
+    converted: int,
 ) -> HostMemory:
     """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states.
 
     Where masters and parameters lie on different sides, a step changes the type of a tile on the host: torch converts
     there whatever it copies without `non_blocking`. `tied` is the size of a head that is made and sharded like any
-    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back.
+    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back. `converted`
+    are bytes of what loads that are made new before the shards get them.
     """
     host = HostMemory()
     trained = sum(partition(parameter, world) for group in groups for parameter in group)
     sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
     largest_tile = max(sizes, default=0)
     if plan.offload_param != "none":
-        _offload_parameters(host, everything, groups, plan, world=world, item=item, tied=tied)
+        blocks, own = _place_shards(host, everything, plan, world=world, item=item, tied=tied)
+        host.give(host.take(converted))
+        _place_shards(host, copied, plan, world=world, item=item, tied=tied if copied else 0)
+        _flatten_trained(host, groups, blocks, own, world=world, item=item)
     else:
-        host.give(host.take(trained * item))
+        host.give(host.take(max(converted, trained * item)))
     if plan.offload_optimizer == "none":
         host.passing = largest_tile * WIDE if plan.offload_param != "none" else 0
         return host
@@ -129,17 +136,10 @@ def zero3_host(
     return host
 
 
-def _offload_parameters(
-    host: HostMemory,
-    everything: Sequence[Parameter],
-    groups: Sequence[Sequence[Parameter]],
-    plan: ZeroPlan,
-    *,
-    world: int,
-    item: int,
-    tied: int,
-) -> None:
-    """A shard for each parameter; those of what is trained move to a flat one, which is page-locked in any case."""
+def _place_shards(
+    host: HostMemory, everything: Sequence[Parameter], plan: ZeroPlan, *, world: int, item: int, tied: int
+) -> tuple[list[int], int]:
+    """A shard for each parameter; returns the page-locked blocks, and the own bytes, of what is trained."""
     blocks, own = [], 0
     head = host.pin(-(-tied // world) * item) if plan.pin_param and tied else 0
     for parameter in everything:
@@ -154,8 +154,26 @@ def _offload_parameters(
             own += size if parameter.trained else 0
     if head:
         host.unpin(head)
+    return blocks, own
+
+
+def _flatten_trained(
+    host: HostMemory, groups: Sequence[Sequence[Parameter]], blocks: Sequence[int], own: int, *, world: int, item: int
+) -> None:
+    """The shards of what is trained move to a flat one, which is page-locked in any case."""
     for group in groups:
         host.pin(sum(partition(parameter, world) for parameter in group) * item)
     for block in blocks:
         host.unpin(block)
     host.give(own)
+
+
+def stacked_bytes(shape: ModelShape, *, item: int) -> int:
+    """What a rank makes of a checkpoint's experts while it loads under stage 3: all of them stacked, and two halves.
+
+    Source: transformers/integrations/deepspeed.py (_apply_weight_conversions_to_state_dict), which every rank runs.
+    """
+    if shape.moe is None or not shape.moe.stacked:
+        return 0
+    _, gate_up, down = parameters.expert_tensors(shape)
+    return (shape.num_layers * (gate_up + down) + gate_up) * item

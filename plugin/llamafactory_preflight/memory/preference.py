@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from llamafactory_preflight.memory import loss, step
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.graph import Weight
+from llamafactory_preflight.memory.module_hooks import MODEL
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Tensor
 from llamafactory_preflight.memory.step import Model
@@ -28,22 +29,34 @@ def needs_reference(run: RunDescription) -> bool:
     return run.stage == "kto" or (run.stage == "dpo" and run.pref_loss not in WITHOUT_REFERENCE)
 
 
+def loads_reference(run: RunDescription) -> bool:
+    """Whether that is a second model and no base without its adapters (trainer_utils.create_ref_model)."""
+    return needs_reference(run) and (run.finetuning_type != "lora" or run.ref_model is not None)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pair:
-    """The trained model and the one it is compared with: a second model, its own base without adapters, or none."""
+    """The trained model and the one it is compared with: a second model, its own base without adapters, or none.
+
+    Attributes:
+        policy: The trained model.
+        reference: The other one, or None.
+        reference_ops: What that one runs with: DeepSpeed has hooks of their own for the modules of each.
+    """
 
     policy: Model
     reference: Model | None
+    reference_ops: Ops
 
 
 def dpo_step(ops: Ops, pair: Pair, tokens: int) -> None:
     """Chosen and rejected in one batch; the policy's logits wait while the reference makes its own."""
     logits = step.full_logits(ops, pair.policy, tokens)
-    result = loss.batch_log_probabilities(ops, logits)
+    result = loss.batch_log_probabilities(ops, logits, whole=pair.policy.alone)
     if pair.reference is not None:
-        with ops.no_grad():
-            other = step.full_logits(ops, pair.reference, tokens)
-            loss.batch_log_probabilities(ops, other)
+        with pair.reference_ops.no_grad():
+            other = step.full_logits(pair.reference_ops, pair.reference, tokens)
+            loss.batch_log_probabilities(pair.reference_ops, other, whole=pair.reference.alone)
             del other
     del logits
     step.backward(ops, result)
@@ -53,18 +66,18 @@ def kto_step(ops: Ops, pair: Pair, tokens: int) -> None:
     """Two batches of one size for policy and reference, the second (for the divergence) without gradients."""
     result, logits = _kto_forward(ops, pair.policy, tokens)
     assert pair.reference is not None
-    with ops.no_grad():
-        _kto_forward(ops, pair.reference, tokens)
+    with pair.reference_ops.no_grad():
+        _kto_forward(pair.reference_ops, pair.reference, tokens)
     del logits
     step.backward(ops, result)
 
 
 def _kto_forward(ops: Ops, model: Model, tokens: int) -> tuple[Tensor, Tensor]:
     logits = step.full_logits(ops, model, tokens)
-    result = loss.batch_log_probabilities(ops, logits)
+    result = loss.batch_log_probabilities(ops, logits, whole=model.alone)
     with ops.no_grad():
         divergence = step.full_logits(ops, model, tokens)
-        loss.batch_log_probabilities(ops, divergence)
+        loss.batch_log_probabilities(ops, divergence, whole=model.alone)
         del divergence
     by_kind = ops.empty(logits.numel, FLOAT32, "logits")  # chosen and rejected are picked out by a mask: copies
     return result, by_kind
@@ -75,13 +88,27 @@ def reward_step(ops: Ops, model: Model, value_head: Weight, tokens: int) -> None
 
     Their graph lives until the loss is dropped, and the logits are turned to float32 once more before they are.
     """
+    ops.begin_forward()
     with ops.autocast():
-        hidden = step.hidden_states(ops, model, tokens)
-        logits = step.head(ops, model, hidden)
-        unused = loss.cross_entropy(ops, logits)
-        values = ops.linear(ops.cast(ops.dropout(hidden, VALUE_HEAD_DROPOUT), value_head.dtype), value_head)
-        del hidden
-        high = ops.cast(logits, FLOAT32, "logits")
-        del logits
-    del high, unused
+        nothing = Tensor(0, value_head.dtype, value_head.storage)
+        values = ops.module(nothing, value_head, lambda x: _values(ops, model, value_head, tokens), name=MODEL)
     step.backward(ops, values)
+
+
+def _values(ops: Ops, model: Model, value_head: Weight, tokens: int) -> Tensor:
+    """The forward of TRL's model, which looks up where its head's weight lies."""
+    step.begin_containers(ops, model)
+    hidden = step.hidden_states(ops, model, tokens)
+    logits = step.head(ops, model, hidden)
+    unused = loss.cross_entropy(ops, logits)
+    hidden = step.end_containers(ops, model, hidden)
+    ops.borrow(value_head)
+    ops.begin_container()
+    ops.begin_container()
+    dropped = ops.end_container(ops.dropout(hidden, VALUE_HEAD_DROPOUT))
+    values = ops.linear(ops.cast(dropped, value_head.dtype), value_head)
+    del hidden, dropped
+    high = ops.cast(logits, FLOAT32, "logits")
+    del logits
+    del high, unused
+    return ops.end_container(values)

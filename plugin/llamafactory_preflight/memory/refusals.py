@@ -7,10 +7,10 @@ from typing import Any
 
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory import badam, fsdp_refusals
+from llamafactory_preflight.memory import badam, fsdp_refusals, preference
 from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
-from llamafactory_preflight.memory.quantization import quantization
+from llamafactory_preflight.memory.quantization import Quantized, quantization
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
@@ -49,8 +49,8 @@ def reasons(run: RunDescription, shape: ModelShape, software: Software) -> Itera
         yield from badam.reasons(run, shape)
     if run.stage == "ppo":
         yield "PPO has no formula yet: it samples answers of a length that is not known beforehand"
-    if run.label_smoothing_factor:
-        yield "`label_smoothing_factor` has no formula yet"
+    if run.label_smoothing_factor and (run.deepspeed or run.fsdp_plan or shape.vision):
+        yield "`label_smoothing_factor` has no formula yet for vision models and under DeepSpeed or FSDP"
     if run.pref_ftx and run.stage == "dpo":
         yield "`pref_ftx` has no formula yet"
     if run.stage == "dpo" and run.ref_model not in (None, run.model_name_or_path):
@@ -110,17 +110,35 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
         yield "Offloading to NVMe has no formula yet (DeepSpeed needs the library libaio for it)"
     if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
         yield "DeepSpeed in float32 has no formula yet"
-    if run.stage not in ("pt", "sft"):
-        yield phrase("Stage `{stage}` under DeepSpeed has no formula yet", stage=run.stage)
+    if run.stage in ("dpo", "kto") and plan.stage == 3 and run.additional_target:
+        yield "`additional_target` in a preference stage under ZeRO-3 has no formula yet"
+    if run.stage == "rm" and plan.stage < 3 and _trains_head(run) and not shape.tie_word_embeddings:
+        yield "A reward model whose language head is trained and gets no gradient has no formula below ZeRO-3 yet"
     if run.finetuning_type == "oft" or run.use_dora:
         yield "OFT and DoRA under DeepSpeed have no formula yet"
-    if shape.vision is not None:
-        yield "A vision model under DeepSpeed has no formula yet"
+    if shape.vision is not None and plan.stage == 3:
+        yield "A vision model under ZeRO-3 has no formula yet"
     if plan.stage == 3 and shape.moe is not None:
-        yield "Experts under ZeRO-3 have no formula yet"
+        if run.finetuning_type in ("full", "freeze"):
+            yield "Training experts under ZeRO-3 has no formula yet, only adapters beside them"
+        if preference.loads_reference(run):
+            yield "A second model with experts under ZeRO-3 has no formula yet"
     kind = quantization(run, shape)
-    if plan.stage == 3 and kind is not None and (shape.quantization_method or kind.method != "bnb" or kind.bits != 4):
+    if plan.stage == 3 and kind is not None:
+        yield from _shared_bits(run, shape, kind)
+
+
+def _shared_bits(run: RunDescription, shape: ModelShape, kind: Quantized) -> Iterator[str]:
+    """What quantized weights have no formula under ZeRO-3."""
+    if shape.quantization_method or kind.method != "bnb" or kind.bits != 4:
         yield "Under ZeRO-3 LLaMA-Factory takes quantized weights only if it makes them 4 bit with bitsandbytes itself"
+    if run.stage not in ("pt", "sft") or shape.moe is not None:
+        yield "4 bit under ZeRO-3 has a formula in the stages pt and sft and without experts only"
+
+
+def _trains_head(run: RunDescription) -> bool:
+    extra = run.freeze_extra_modules if run.finetuning_type == "freeze" else run.additional_target
+    return run.finetuning_type == "full" or "lm_head" in extra
 
 
 def _with_images(run: RunDescription, shape: ModelShape, software: Software) -> Iterator[str]:

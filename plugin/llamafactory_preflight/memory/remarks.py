@@ -12,7 +12,6 @@ from llamafactory_preflight.memory.checkpointing import hooks_inputs
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.zero import ZeroPlan
 
 
 def remarks(run: RunDescription, shape: ModelShape, batch: Batch, images: Images | None = None) -> Iterator[str]:
@@ -22,9 +21,6 @@ def remarks(run: RunDescription, shape: ModelShape, batch: Batch, images: Images
         yield "`gradient_checkpointing: true` makes the Trainer checkpoint although it is disabled elsewhere."
     if run.use_badam:
         yield badam.remark(run, shape.num_layers)
-    if run.deepspeed is not None and quantization(run, shape) is not None:
-        if ZeroPlan.from_config(run.deepspeed, hidden_size=shape.hidden_size).stage == 3:
-            yield "Each card loads the whole 4-bit model before ZeRO-3 shares it, and keeps all of its scales."
     if run.enable_liger_kernel and not shape.family.liger:
         yield f"LLaMA-Factory has no liger kernels for {shape.model_type}: the logits are written out."
     if batch.sequences > 1 and batch.mask == "none" and not run.packing and attention_kernel(run) == "sdpa":

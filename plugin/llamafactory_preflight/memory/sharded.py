@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, partial
 
-from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, sharding, statics, zero3_quantized
+from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, preference, sharding, statics
+from llamafactory_preflight.memory.batch import evaluation_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.estimator import Estimator, split_of
-from llamafactory_preflight.memory.module_recording import Recorder, Recording
-from llamafactory_preflight.memory.ops import Ops
+from llamafactory_preflight.memory.estimator import Estimator, evaluates, split_of
+from llamafactory_preflight.memory.module_hooks import Modules
+from llamafactory_preflight.memory.offload import stacked_bytes
 from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, mark_bytes
-from llamafactory_preflight.memory.quantization import Quantized, quantization
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
 from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
+from llamafactory_preflight.memory.zero3_engines import Engines, operations, reference_engine
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
 from llamafactory_preflight.zero import ZeroPlan
 
@@ -29,7 +30,14 @@ Gradients = WholeGradients | PartitionedGradients | ShardedGradients
 
 
 class ShardedEstimator(Estimator):
-    """An estimate under way, for a run under DeepSpeed: of the rank that takes most."""
+    """An estimate under way, for a run under DeepSpeed: of the rank that takes most.
+
+    Attributes:
+        initializes: Whether stage 3 has zero.Init share parameters as they are made, with its side effects: it puts a
+            function of its own in the place of F.linear, and makes a tied head before that is dropped.
+    """
+
+    initializes = True
 
     @cached_property
     def plan(self) -> ZeroPlan:
@@ -40,23 +48,19 @@ class ShardedEstimator(Estimator):
     @cached_property
     def everything(self) -> Sequence[Parameter]:
         """All parameters, in order."""
-        found, kind = sharding.in_order(self.run, self.shape), self.kind
-        return found if kind is None else zero3_quantized.packed(found, self.shape, kind, item=self.item)
-
-    @cached_property
-    def kind(self) -> Quantized | None:
-        """How the weights are quantized that stage 3 shares, or None where they are not."""
-        return quantization(self.run, self.shape) if self.plan.stage == 3 else None
-
-    @cached_property
-    def statistics(self) -> int:
-        """Bytes of quantized weights that no rank shares."""
-        return zero3_quantized.statistics_bytes(self.shape, self.kind, self.block) if self.kind is not None else 0
+        return sharding.in_order(self.run, self.shape)
 
     @cached_property
     def trained(self) -> Sequence[Sequence[Parameter]]:
         """What is trained, in the optimizer's groups."""
         return sharding.groups(self.everything)
+
+    @cached_property
+    def copied(self) -> Sequence[Parameter]:
+        """The parameters of a second model, if there is one."""
+        if not preference.loads_reference(self.run):
+            return ()
+        return sharding.frozen(self.shape)
 
     @cached_property
     def item(self) -> int:
@@ -85,21 +89,55 @@ class ShardedEstimator(Estimator):
         }
         return phases, split_of(phases["load"], busy, stepping)
 
+    def ledger(self, *, gradients: bool, states: bool = True) -> tuple[Ledger, list[Storage]]:
+        """A ledger with all that lies on the first card between steps."""
+        ledger = self._ledger()
+        return ledger, [Storage(ledger, size, name) for name, size in self._resting(0).items()]
+
+    def evaluate(self) -> int:
+        """Stage 3 gathers for an evaluation in the order that it knows from training, where a backward comes next."""
+        if self.plan.stage < 3 or not evaluates(self.run):
+            return super().evaluate()
+        ledger, held = self.ledger(gradients=False)
+        gradients, coordinator = self._gradients(ledger, 0)
+        assert coordinator is not None
+        hooks = self._hooks(ledger, coordinator)
+        for gradients.boundary in (True, True):
+            self._follow(ledger, gradients, hooks)
+        coordinator.release_all()
+        coordinator.gather_persistent()
+        ledger.take_peak()
+        batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
+        for _ in range(2):
+            each = operations(ledger, hooks, own_linear=self.initializes)
+            builder = Builder(self.run, self.shape, each[0], fresh_gradients=True, gradients=gradients)
+            with each[0].no_grad():
+                self._run(each[0], builder, batch, each[-1])
+        del held
+        return ledger.take_peak()[0]
+
     def host(self, split: Mapping[str, int]) -> host.HostNeed:
         """Main memory of all processes here."""
-        made = self.shape.tie_word_embeddings and self.kind is None  # a quantized model ties its head before the cuts
-        tied = parameters.embedding_numel(self.shape) if made else 0
+        tied = parameters.embedding_numel(self.shape) if self.shape.tie_word_embeddings and self.initializes else 0
         return host.deepspeed_host(
             self.run,
             self.plan,
             self.everything,
             self.trained,
+            self.copied,
             self.ranks,
             item=self.item,
             inputs=self.shape.num_layers * self.batch.tokens * self.shape.hidden_size * self.item,
             state_dict=self.weights + self.adapters + tied * self.item,
             tied=tied,
+            converted=stacked_bytes(self.shape, item=self.item),
         )
+
+    def remarks(self) -> Iterator[str]:
+        """What else is to be said."""
+        yield from super().remarks()
+        if self.plan.stage == 3 and stacked_bytes(self.shape, item=self.item):
+            yield "While experts load under ZeRO-3, each process stacks all of them in main memory."
 
     def _ranks(self) -> Sequence[int]:
         """Ranks that may take most: shares differ below stage 3 only, by which tensors lie in them."""
@@ -155,7 +193,7 @@ class ShardedEstimator(Estimator):
         trained = sum(partition(p, world) for group in self.trained for p in group)
         frozen = sum(
             self.block(partition(p, world) * self.item)
-            for p in self.everything
+            for p in (*self.everything, *self.copied)
             if not p.trained and not (offloads and p.numel > self.plan.persistence_threshold)
         )
         own = 0 if offloads else self.block(trained * self.item)
@@ -163,7 +201,7 @@ class ShardedEstimator(Estimator):
         summed = 0 if self.plan.offload_optimizer != "none" else self.block(trained * self.item)
         bucket = self.block(self.plan.reduce_bucket_size * self.item) if self.plan.contiguous_gradients else 0
         return {
-            "weights": frozen + self.statistics + (0 if adapters else own) + self.reference,
+            "weights": frozen + (0 if adapters else own),
             "adapters": own if adapters else 0,
             "gradients": summed + bucket,
         }
@@ -177,30 +215,15 @@ class ShardedEstimator(Estimator):
         if self.plan.stage == 3:
             shards = held["weights"] + held["adapters"]
             flat = 0 if offloads else sum(masters) + max(masters, default=0)
-            gathered = 2 * self._largest() * self.item if self.kind is None else 0
+            gathered = 2 * max(self._largest(), sum(parameters.expert_tensors(self.shape)[1:])) * self.item
             final = sum(held.values()) - workspace - (0 if offloads else self._optimizer(self._owned()).states)
-            return max(shards + flat, final + gathered, self._load_quantized())
+            return max(shards + flat, final + gathered * self.initializes)
         trained = sum(p.numel for group in self.trained for p in group)
         kept = not (self.run.pure_bf16 or self.run.use_badam)
         upcast = trained * (dtypes.size(FLOAT32) - self.item) if kept else 0
         casting = self._largest() * self.item if kept and self.run.finetuning_type == "full" else 0
         prepared = 0 if offloads else 2 * sum(masters)
         return self.weights + self.reference + self.adapters + max(upcast + casting, prepared)
-
-    def _load_quantized(self) -> int:
-        """The part of it in which every card has the whole quantized model."""
-        if self.kind is None:
-            return 0
-        return zero3_quantized.load_bytes(
-            self.run,
-            self.shape,
-            self.everything,
-            statistics=self.statistics,
-            world=self.ranks.world,
-            item=self.item,
-            offloads=self.plan.offload_param != "none",
-            block=self.block,
-        )
 
     def _step(self, rank: int) -> tuple[Mark, Mark]:
         """One optimizer step: forward and backward of its micro-steps, then the optimizer's part."""
@@ -209,21 +232,16 @@ class ShardedEstimator(Estimator):
         masters, states = self._optimizer_bytes()
         held.append(Storage(ledger, masters, "optimizer"))
         gradients, coordinator = self._gradients(ledger, rank)
+        hooks = [] if coordinator is None else self._hooks(ledger, coordinator)
+        follow = partial(self._follow, ledger, gradients)
+        engines = Engines(ledger, hooks, follow)
         busy: Mark = (0, {})
         later = Storage(ledger, 0 if coordinator is not None else states, "optimizer")
-        recordings: dict[bool, Recording] = {}
         for gradients.boundary in self._micro_steps():
             if coordinator is None:
-                self._follow(ledger, gradients, None)
+                self._follow(ledger, gradients, ())
                 continue
-            coordinator.begin_forward()
-            last = gradients.boundary and self.plan.offload_optimizer != "none"  # others book the last one alike
-            if last in recordings:
-                recordings[last].repeat(ledger)
-            else:
-                recorder = Recorder(ledger, coordinator)
-                self._follow(ledger, gradients, recorder)
-                recordings[last] = recorder.finish()
+            engines.micro_step(gradients.boundary and self.plan.offload_optimizer != "none")
             if self.recent:
                 coordinator.release_leftovers()
             if gradients.boundary:
@@ -239,14 +257,18 @@ class ShardedEstimator(Estimator):
         del held
         return busy, stepping
 
-    def _follow(self, ledger: Ledger, gradients: Gradients, modules: Recorder | None) -> None:
-        """One micro-step."""
-        ops = Ops(ledger, autocast_dtype=None)
-        ops.modules = modules
-        ops.own_linear = modules is not None and self.kind is None  # zero.Init puts it there
-        builder = Builder(self.run, self.shape, ops, fresh_gradients=True, gradients=gradients)
-        self._run(ops, builder, self.batch)
+    def _follow(self, ledger: Ledger, gradients: Gradients, modules: Sequence[Modules]) -> None:
+        """One micro-step, with the hooks on the modules of the trained model and of the reference."""
+        each = operations(ledger, modules, own_linear=self.initializes)
+        builder = Builder(self.run, self.shape, each[0], fresh_gradients=True, gradients=gradients)
+        self._run(each[0], builder, self.batch, each[-1])
         gradients.end_backward()
+
+    def _hooks(self, ledger: Ledger, coordinator: Coordinator) -> list[Coordinator]:
+        """Those of the trained model, and of a reference that has an engine of its own."""
+        assert self.run.deepspeed is not None
+        config, world = self.run.deepspeed, self.ranks.world
+        return [coordinator, *reference_engine(config, self.shape, self.copied, ledger, world=world, item=self.item)]
 
     def _micro_steps(self) -> Sequence[bool]:
         """Whether each of the micro-steps that are looked at is the last of its step.

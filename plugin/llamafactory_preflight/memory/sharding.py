@@ -19,6 +19,8 @@ NCCL_BYTES = 372 * 2**20
 H200 that talk over sockets, alike for a communicator made at once or later; NVLink and shared memory have others."""
 ENDS = -1
 """The layer of what stands around the layers."""
+VALUE_HEAD = "value_head"
+"""The weight of a reward model's own head."""
 Key = tuple[int, str]
 """A parameter's layer and name."""
 
@@ -69,7 +71,18 @@ def in_order(run: RunDescription, shape: ModelShape) -> tuple[Parameter, ...]:
     )
     last = replace(first, key=(ENDS, "lm_head"), trained=full or "lm_head" in extra)
     layers = [parameter for layer in range(shape.num_layers) for parameter in _layer(run, shape, layer)]
-    return (first, *layers, norm, *(() if shape.tie_word_embeddings else (last,)))
+    heads = () if shape.tie_word_embeddings else (last,)
+    return (first, *layers, norm, *heads, *(_value_head(shape) if run.stage == "rm" else ()))
+
+
+def frozen(shape: ModelShape) -> tuple[Parameter, ...]:
+    """The parameters of a model that nothing is trained of."""
+    return in_order(RunDescription(finetuning_type="freeze", freeze_trainable_layers=0), shape)
+
+
+def _value_head(shape: ModelShape) -> Iterator[Parameter]:
+    yield Parameter(key=(ENDS, VALUE_HEAD), numel=shape.hidden_size, trained=True)
+    yield Parameter(key=(ENDS, f"{VALUE_HEAD}.bias"), numel=1, trained=True, decays=False)
 
 
 def _layer(run: RunDescription, shape: ModelShape, layer: int) -> Iterator[Parameter]:

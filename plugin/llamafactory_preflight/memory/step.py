@@ -54,6 +54,8 @@ class Model:
         noise: Whether NEFTune adds noise to the embeddings.
         wrapped: Whether PEFT's model stands around it.
         upcasts_logits: Whether a hook on the head does so at once (upcast_lmhead_output).
+        alone: Whether the batch is a single sequence, whose logits but the last are a whole tensor.
+        smooths: Whether the Trainer computes the loss itself, with smoothed labels, on what the model returns.
         tower: The vision tower with the batch's images, or None where there are none.
     """
 
@@ -69,6 +71,8 @@ class Model:
     noise: bool
     wrapped: bool
     upcasts_logits: bool
+    alone: bool
+    smooths: bool
     tower: tower.Tower | None
 
 
@@ -79,7 +83,10 @@ def language_model_step(ops: Ops, model: Model, tokens: int) -> None:
 
 def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The forward of it, up to where the Trainer has the loss alone."""
+    if model.smooths:
+        return _smoothed_loss(ops, model, tokens)
     logits = None
+    ops.begin_forward()
     with ops.autocast():
         if model.wrapped:
             ops.begin_container()
@@ -100,6 +107,14 @@ def language_model_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
     return result
 
 
+def _smoothed_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The model runs without labels, and its logits wait until the loss is there."""
+    with ops.autocast():
+        logits = head(ops, model, hidden_states(ops, model, tokens))
+    logits = convert(ops, model, logits)
+    return loss.smoothed_cross_entropy(ops, logits, whole=model.alone)
+
+
 def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
     hidden = hidden_states(ops, model, tokens)
     ops.borrow(model.head)
@@ -108,18 +123,54 @@ def _fused(ops: Ops, model: Model, tokens: int) -> Tensor:
 
 def evaluation_step(ops: Ops, model: Model, tokens: int) -> None:
     """Forward and loss without gradients: liger's fused loss works in training only, so the logits are written out."""
+    ops.begin_forward()
     with ops.no_grad():
+        if model.smooths:
+            _smoothed_loss(ops, model, tokens)
+            return
         with ops.autocast():
-            logits = head(ops, model, hidden_states(ops, model, tokens))
-            _cross_entropy(ops, model, logits)
+            logits = _evaluated(ops, model, tokens)
         convert(ops, model, logits)
+
+
+def _evaluated(ops: Ops, model: Model, tokens: int) -> Tensor:
+    """The logits, with a loss that is made beside them, in the modules that run in training."""
+    if not model.liger_loss:
+        begin_containers(ops, model)
+        return _logits_with_loss(ops, model, tokens)
+    if model.wrapped:
+        ops.begin_container()
+    name = PEFT_MODEL if model.wrapped else MODEL
+    nothing = Tensor(0, model.head.dtype, model.head.storage)
+    return ops.module(nothing, model.head, lambda x: _logits_with_loss(ops, model, tokens), name=name)
+
+
+def _logits_with_loss(ops: Ops, model: Model, tokens: int) -> Tensor:
+    logits = head(ops, model, hidden_states(ops, model, tokens))
+    _cross_entropy(ops, model, logits)
+    return logits
 
 
 def full_logits(ops: Ops, model: Model, tokens: int) -> Tensor:
     """The model's forward without labels, and its logits in float32 as the preference stages ask for them."""
+    ops.begin_forward()
     with ops.autocast():
-        logits = head(ops, model, hidden_states(ops, model, tokens))
+        begin_containers(ops, model)
+        logits = end_containers(ops, model, head(ops, model, hidden_states(ops, model, tokens)))
     return ops.cast(logits, FLOAT32, "logits")
+
+
+def begin_containers(ops: Ops, model: Model) -> None:
+    """The language model, or PEFT's two modules, of which the inner one takes its place."""
+    if model.wrapped:
+        ops.begin_container()
+    ops.begin_container()
+
+
+def end_containers(ops: Ops, model: Model, x: Tensor) -> Tensor:
+    """The same modules return this output."""
+    x = ops.end_container(x)
+    return ops.end_container(x) if model.wrapped else x
 
 
 def head(ops: Ops, model: Model, hidden: Tensor) -> Tensor:

@@ -32,11 +32,13 @@ class Features:
         last: Patches behind the last block.
         tokens: They merged to tokens.
         stacked: Tokens of the blocks whose output goes to the first layers too.
+        pixels: The images in the tower's type, where they came in it.
     """
 
     last: Tensor
     tokens: Tensor
     stacked: Sequence[Tensor]
+    pixels: Tensor | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,7 @@ class Tower:
         liger: Whether liger's norms take the place of the model's.
         eager: Whether attention writes its scores out.
         requires_grad: Whether the patch embedding's output is made to require a gradient.
+        lowers: Whether it turns the pixels to its own type; under DeepSpeed the Trainer has, and keeps those too.
     """
 
     shape: TowerShape
@@ -64,6 +67,7 @@ class Tower:
     liger: bool
     eager: bool
     requires_grad: bool
+    lowers: bool
 
     @property
     def patches(self) -> int:
@@ -97,8 +101,8 @@ class Tower:
         tokens = self._merge(ops, x)
         if shape.window is not None:
             tokens = gather(ops, tokens, tokens.numel)
-        del lowered, angles
-        return Features(last=x, tokens=tokens, stacked=stacked)
+        del angles
+        return Features(last=x, tokens=tokens, stacked=stacked, pixels=None if self.lowers else lowered)
 
     def _kinds(self) -> list[tuple[int | None, int]]:
         """The blocks by their windows. The first stands alone: its input may be a leaf of the graph and is kept."""
@@ -186,6 +190,7 @@ def frozen_tower(
     dtype: int,
     kind: Quantization | None,
     hooked: bool,
+    lowers: bool,
 ) -> Tower:
     """The tower for a batch; its weights are booked with the model's.
 
@@ -197,6 +202,7 @@ def frozen_tower(
         dtype: The weights' type.
         kind: How linear layers are stored.
         hooked: Whether PEFT lets inputs require a gradient.
+        lowers: Whether the pixels come in another type.
     """
     booked = Storage(ops.ledger, 0, "weights")
     linears = {
@@ -213,6 +219,7 @@ def frozen_tower(
         liger=kernels.liger,
         eager=kernels.attention == "eager",
         requires_grad=hooked and shape.requires_grad,
+        lowers=lowers,
     )
 
 

@@ -1,8 +1,8 @@
 """DeepSpeed's ZeRO-3 on paper: which parameters are gathered when.
 
 Source: deepspeed 0.18.4, runtime/zero/{partitioned_param_coordinator,parameter_offload,partition_parameters}.py.
-The first micro-step records in which order modules run; from then on parameters are fetched ahead, and those that are
-used again soon stay.
+The first forward and all that follows record in which order modules run; once the next forward begins, parameters are
+fetched ahead, and those that are used again soon stay. A module out of order ends that until the record is made anew.
 """
 
 from __future__ import annotations
@@ -19,6 +19,10 @@ from llamafactory_preflight.zero import ZeroPlan
 
 
 NEVER = -(10**10)
+CONTAINER = ("container", None)
+"""Stands in the order of modules for one without a weight of its own."""
+Visit = tuple[str, Key | None]
+"""A module in the order of modules, and the weight it has."""
 
 
 def partition(parameter: Parameter, world: int) -> int:
@@ -68,8 +72,9 @@ class Coordinator:
         self.ledger, self.plan, self.world, self.item = ledger, plan, world, item
         self.states = {parameter.key: _Gathered(parameter, plan, world) for parameter in everything}
         self.members = {key: self._members(key) for key in self.states}
+        self.order: list[Visit] = []
         self.visits: list[tuple[_Gathered, ...]] = []
-        self.complete = False
+        self.recording = self.complete = False
         self.step_number = self.num_available = 0
         self.queue: deque[tuple[_Gathered, int]] = deque()
         self.fetched: dict[_Gathered, int] = {}
@@ -80,46 +85,69 @@ class Coordinator:
         self.held: dict[Key, list[Storage | None]] = {key: [] for key in self.states}
 
     def begin_forward(self) -> None:
-        """reset_step: at the second micro-step the recorded order is complete."""
-        for state in self.states.values():
-            if state.handle is not None:
-                state.handle = None
-                state.available = True
-                self._release(state)
-        if self.visits and not self.complete:
-            self.complete = True
-            self.passed = [0, *accumulate(sum(state.numel for state in visit) for visit in self.visits)]
-            for number, visit in enumerate(self.visits):
-                for state in visit:
-                    self.uses.setdefault(state, []).append(number)
+        """reset_step: a recorded order is complete when the next forward begins; a lost one is recorded anew."""
+        self._drop_fetches()
+        if self.recording:
+            self.recording, self.complete = False, True
+            self._index_uses()
+        elif not self.complete:
+            self.recording = True
         self.queue = deque((state, number) for number, visit in enumerate(self.visits) for state in visit)
         self.fetched = {}
         self.step_number = self.num_available = 0
 
+    def _index_uses(self) -> None:
+        """At which steps of the order each parameter is used, and the elements of all modules before each step."""
+        self.passed = [0, *accumulate(sum(state.numel for state in visit) for visit in self.visits)]
+        self.uses = {}
+        for number, visit in enumerate(self.visits):
+            for state in visit:
+                self.uses.setdefault(state, []).append(number)
+
+    def _drop_fetches(self) -> None:
+        """_clean_inflight_param_registry: waits for what is on its way and lets it go."""
+        for state in self.states.values():
+            if state.handle is not None:
+                self._wait(state)
+                self._release(state)
+
+    def _expect(self, visit: Visit) -> None:
+        """trace_prologue: a module that the order does not have at this step makes it worthless."""
+        if self.recording:
+            self.order.append(visit)
+        if not self.complete or (self.step_number < len(self.order) and self.order[self.step_number] == visit):
+            return
+        self.complete = False
+        self.order, self.visits = [], []
+        self.queue.clear()
+        self.fetched = {}
+        self._drop_fetches()
+
     def enter(self, module: str, key: Key) -> None:
         """fetch_sub_module: gathers what the module needs, and what comes next."""
         members = self.members[key]
+        self._expect((module, key))
         if module in BORROWERS and key not in self.borrowed:  # nobody knows yet that it will read this weight
             self._pass(members)
             return
         missing = [state for state in members if not state.available and state.handle is None]
         if missing:
             self._gather(missing)
-        user = module, key
         for state in members:
-            state.active.add(user)
+            state.active.add((module, key))
             if state.handle is not None:
                 self._wait(state)
         self._pass(members)
 
     def enter_container(self) -> None:
         """A module without a weight fetches ahead like any other."""
+        self._expect(CONTAINER)
         self._pass(())
 
     def _pass(self, members: tuple[_Gathered, ...]) -> None:
         if self.complete:
             self._prefetch(members)
-        else:
+        elif self.recording:
             self.visits.append(members)
         self.step_number += 1
 
@@ -170,10 +198,11 @@ class Coordinator:
             self._wait(state)
 
     def _members(self, key: Key) -> tuple[_Gathered, ...]:
-        """A module's parameters: its weight and its bias."""
+        """A module's parameters: its weight and its bias, or a sparse layer's experts and router."""
         layer, name = key
-        bias = self.states.get((layer, f"{name}.bias"))
-        return (self.states[key],) if bias is None else (self.states[key], bias)
+        others = ("down", "router") if name == "gate_up" else (f"{name}.bias",)
+        found = (self.states.get((layer, other)) for other in others)
+        return (self.states[key], *(state for state in found if state is not None))
 
     def _prefetch(self, members: Sequence[_Gathered]) -> None:
         queue, fetched = self.queue, self.fetched

@@ -8,16 +8,17 @@ runtime/zero/partition_parameters.py. The statistics of a weight are no paramete
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 
-from llamafactory_preflight.memory import dtypes, parameters, statics
+from llamafactory_preflight.memory import dtypes, parameters, sharding, statics
 from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.quantization import Quantized, weight_bytes
+from llamafactory_preflight.memory.quantization import Quantized, quantization, weight_bytes
+from llamafactory_preflight.memory.sharded import ShardedEstimator
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero3 import partition
 from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.run import RunDescription
 
 
 def packed(everything: Sequence[Parameter], shape: ModelShape, kind: Quantized, *, item: int) -> tuple[Parameter, ...]:
@@ -40,37 +41,50 @@ def statistics_bytes(shape: ModelShape, kind: Quantized, block: Callable[[int], 
     )
 
 
-def load_bytes(
-    run: RunDescription,
-    shape: ModelShape,
-    everything: Sequence[Parameter],
-    *,
-    statistics: int,
-    world: int,
-    item: int,
-    offloads: bool,
-    block: Callable[[int], int],
-) -> int:
-    """Peak until DeepSpeed has cut all parameters: as loaded with float32 adapters, or as the cuts begin.
+class QuantizedShards(ShardedEstimator):
+    """An estimate under way, for a run under ZeRO-3 whose weights are 4 bit."""
 
-    Args:
-        run: The run.
-        shape: The model.
-        everything: All parameters as DeepSpeed sees them.
-        statistics: Bytes of scales and tables.
-        world: Ranks.
-        item: Bytes of an element once DeepSpeed has cast the model.
-        offloads: Whether shards go to main memory.
-        block: Bytes that the allocator counts for a request.
-    """
-    loaded = statics.base_weight_bytes(
-        run, shape, loaded=dtypes.named(shape.dtype), trained=dtypes.named(shape.dtype), block=block
-    )
-    adapters = statics.tensor_bytes(statics.trainable_groups(run, shape), dtypes.size(FLOAT32), block)
-    live = statistics + sum(block(parameter.numel * item) for parameter in everything)
-    peak = live
-    for parameter in everything:
-        shard = 0 if offloads else block(partition(parameter, world) * item)
-        peak = max(peak, live + shard)
-        live += shard - block(parameter.numel * item)
-    return max(loaded + adapters, peak)
+    initializes = False
+
+    @cached_property
+    def kind(self) -> Quantized:
+        """How the weights are quantized."""
+        found = quantization(self.run, self.shape)
+        assert found is not None
+        return found
+
+    @cached_property
+    def everything(self) -> Sequence[Parameter]:
+        """All parameters as DeepSpeed sees them, in order."""
+        return packed(sharding.in_order(self.run, self.shape), self.shape, self.kind, item=self.item)
+
+    @cached_property
+    def statistics(self) -> int:
+        """Bytes of scales and tables."""
+        return statistics_bytes(self.shape, self.kind, self.block)
+
+    def remarks(self) -> Iterator[str]:
+        """What else is to be said."""
+        yield from super().remarks()
+        yield "Each card loads the whole 4-bit model before ZeRO-3 shares it, and keeps all of its scales."
+
+    def _partitioned(self) -> dict[str, int]:
+        held = super()._partitioned()
+        return held | {"weights": held["weights"] + self.statistics}
+
+    def _load(self) -> int:
+        """As loaded with float32 adapters, or as the cuts begin, or what follows them."""
+        loaded = dtypes.named(self.shape.dtype)
+        whole = statics.base_weight_bytes(self.run, self.shape, loaded=loaded, trained=loaded, block=self.block)
+        adapters = statics.tensor_bytes(self.groups, dtypes.size(FLOAT32), self.block)
+        return max(whole + adapters, self._cuts(), super()._load())
+
+    def _cuts(self) -> int:
+        """Peak while a shard is made of each parameter, which goes then, one after the other."""
+        live = self.statistics + sum(self.block(parameter.numel * self.item) for parameter in self.everything)
+        peak, offloads = live, self.plan.offload_param != "none"
+        for parameter in self.everything:
+            shard = 0 if offloads else self.block(partition(parameter, self.ranks.world) * self.item)
+            peak = max(peak, live + shard)
+            live += shard - self.block(parameter.numel * self.item)
+        return peak
