@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llamafactory_preflight import known_models
-from llamafactory_preflight.errors import Unmodelled, UserError, words
+from llamafactory_preflight.errors import Refused, Unmodelled, UserError, words
 from llamafactory_preflight.hub_request import get_json
 from llamafactory_preflight.phrases import phrase
 
@@ -82,6 +82,15 @@ def find(
             place="the local cache",
             download_bytes=0 if has_weights else None,
             cache_dir=cache,
+        )
+    if name == known_models.MADE_HERE:
+        raise Refused(
+            phrase("The tiny model {name} is not made yet", name=name),
+            where="`model_name_or_path`",
+            next_step=phrase(
+                "Make it with `python scripts/build_tiny_model.py --link {name}`; scripts/quickstart.sh does that too",
+                name=name,
+            ),
         )
     if not asks:
         raise Unmodelled(phrase("{name} is not in the local cache", name=name))
