@@ -108,6 +108,7 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
     parser.add_argument("--allow", help="what --fit may change too: quantization,cutoff,precision,...")
     parser.add_argument("-o", "--output", type=Path, help="write what --fit or --tune found to this file")
+    parser.add_argument("--force", action="store_true", help="let -o overwrite a file")
     parser.add_argument("--tune", action="store_true", help="find the fastest settings that fit and train the same")
     parser.add_argument("--model", help="with --tune: make a preset for this model instead of reading a file")
     parser.add_argument("--method", help="of that preset: lora (the default), qlora, full or freeze")
@@ -122,8 +123,10 @@ def _preflight(argv: Sequence[str]) -> int:
     machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
     if options.fit or options.tune or options.model is not None:
         return _changed(options, files, overrides, machine)
-    if options.output is not None or options.allow is not None or options.method is not None:
-        raise UserError("-o, --allow and --method go with --fit, --tune or --model", next_step="Add one of these")
+    if options.output is not None or options.force or options.allow is not None or options.method is not None:
+        raise UserError(
+            "-o, --force, --allow and --method go with --fit, --tune or --model", next_step="Add one of these"
+        )
     worst = 0
     for position, file in enumerate(files):
         try:
@@ -152,6 +155,8 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
         raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
     if options.exact:
         raise UserError("--exact simulates a run as it is", next_step="Leave out --fit, --tune and --model")
+    if options.output is not None:
+        _check_output(options.output, force=options.force)
     from llamafactory_preflight import fit_command, tune_command
 
     where = {"output": options.output, "as_json": options.json, **machine}
@@ -160,6 +165,16 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
     if options.tune:
         return tune_command.run(files[0], overrides, **where)
     return fit_command.run(files[0], overrides, allow=options.allow or "", **where)
+
+
+def _check_output(file: Path, *, force: bool) -> None:
+    """Looks before the search begins whether its file may be written."""
+    if not file.parent.is_dir():
+        raise UserError(f"{file} cannot be written: its folder does not exist", next_step="Make the folder first")
+    if file.is_dir():
+        raise UserError(f"{file} is a folder", next_step="Name a file in it")
+    if os.path.lexists(file) and not force:
+        raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
 
 
 def _amounts_joined(argv: Sequence[str]) -> list[str]:
