@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -227,27 +224,11 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, help="also write them to this page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
-    from llamafactory_preflight import arguments, paths
-    from llamafactory_preflight.templates import view
+    from llamafactory_preflight import template_command
 
-    given = arguments.read(options.items)
-    given, _ = paths.resolve(given, beside=Path(options.items[0]).resolve().parent)
-    if options.html and not options.html.parent.is_dir():
-        raise UserError(f"The folder of {options.html} does not exist", where="--html", next_step="Make it first")
-    with redirect_stdout(sys.stderr):  # LLaMA-Factory logs to standard output, which is for the samples
-        from llamafactory_preflight.fixer.show import show
-
-        shown = show(given, num_samples=max(0, options.sample))
-    if options.json:
-        print(json.dumps(asdict(shown)))
-        return 0
-    for number, sample in enumerate(shown.samples):
-        print(f"{view.heading(number, sample)}\n{view.terminal(sample, coloured=sys.stdout.isatty())}\n")
-    numbers = view.statistics(shown.lengths, shown.trained, cutoff_len=shown.cutoff_len)
-    print("\n".join([view.LEGEND, *numbers, *(f"finding: {finding}" for finding in shown.findings)]))
-    if options.html:
-        options.html.write_text(view.page(options.items[0], shown.samples, numbers, shown.findings), encoding="utf-8")
-    return 0
+    return template_command.run(
+        options.items[0], options.items[1:], num_samples=options.sample, html=options.html, as_json=options.json
+    )
 
 
 def _doctor(argv: Sequence[str]) -> int:

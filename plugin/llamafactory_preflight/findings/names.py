@@ -46,7 +46,8 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
         run: The run, with its `dataset_dir` where the plugin found it.
         trains: Whether it starts here and now; otherwise its data may be on the machine that it is planned for.
     """
-    if _is_elsewhere(run):
+    tokenized = run.tokenized_path is not None and os.path.isdir(run.tokenized_path)
+    if tokenized or _are_listed_remotely(run):
         return
     file = Path(run.dataset_dir) / paths.DATA_INFO
     known = paths.datasets_in(file.parent)
@@ -92,8 +93,14 @@ def _unknown(file: Path, key: str, name: str, known: Collection[str]) -> str:
     )
 
 
-def _is_elsewhere(run: RunDescription) -> bool:
-    """Whether the data comes from the hub, or from a folder where it was tokenized before."""
-    if run.dataset_dir == "ONLINE" or run.dataset_dir.startswith("REMOTE:"):
+def are_remote(run: RunDescription) -> bool:
+    """Whether some of a run's data comes from a hub."""
+    if _are_listed_remotely(run):
         return True
-    return run.tokenized_path is not None and os.path.isdir(run.tokenized_path)
+    known = paths.datasets_in(Path(run.dataset_dir))
+    described = [known.get(name) for name in (*run.dataset, *run.eval_dataset)]
+    return any(key.endswith("_url") for each in described if isinstance(each, dict) for key in each)
+
+
+def _are_listed_remotely(run: RunDescription) -> bool:
+    return run.dataset_dir == "ONLINE" or run.dataset_dir.startswith("REMOTE:")
