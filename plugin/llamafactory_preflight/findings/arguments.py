@@ -148,7 +148,7 @@ def low_rank_optimizer(run: RunDescription) -> Iterator[Finding]:
                 id="low-rank-optimizer",
                 severity="error",
                 message=phrase(
-                    "LLaMA-Factory has {name} for {known} only, and `optim` is {optim}: set optim=adamw_torch.",
+                    "LLaMA-Factory combines {name} with {known} only, and `optim` is {optim}: set optim=adamw_torch.",
                     name=name,
                     known=", ".join(known),
                     optim=run.optim,
