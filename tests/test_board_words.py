@@ -29,9 +29,10 @@ AFTER_ENGLISH = json.loads(Path(words.__file__).with_name("phrases.json").read_t
 # What the board never calls: commands of a terminal, the simulation, what runs in the training's process; and what the
 # template fixer says, which the board shows as `llamafactory-cli template` printed it.
 ELSEWHERE = {"cli.py", "fit_command.py", "tune_command.py", "new_preset.py", "presets.py", "arguments.py", "simulate",
+             "refusal.py", "template_command.py",
              "templates", "fixer", "watch"}  # fmt: skip
 ELSEWHERE_FUNCTIONS = {"taking_part", "allowed"}  # options of the command line
-SAYS = {"UserError", "Unmodelled", "DriverError", "Finding", "Change", "Verdict", "unknown", "phrase"}
+SAYS = {"UserError", "Refused", "Unmodelled", "DriverError", "Finding", "Change", "Verdict", "unknown", "phrase"}
 KEYWORDS = {"message", "costs", "next_step", "reasons"}
 NAMED = {"findings", "device", "run.py", "schema.py", "images.py"}  # sentences stand at the top of these modules
 YIELDS = {"refusals.py", "model_config.py"}

@@ -94,7 +94,14 @@ FAULTS = {
     "not yaml": (["not.yaml", "--gpu", "24GiB"], "not.yaml is not YAML"),
     "a list": (["list.yaml", "--gpu", "24GiB"], "list.yaml holds a list"),
     "unknown key": (["a.yaml", "lora_rnk=8", "--gpu", "24GiB"], "Write `lora_rank`"),
-    "wrong type": (["a.yaml", "lora_rank=many", "--gpu", "24GiB"], "`lora_rank` is 'many'"),
+    "wrong type": (
+        ["a.yaml", "lora_rank=many", "--gpu", "24GiB"],
+        "`lora_rank` is 'many', not a whole number (the command line)",
+    ),
+    "no tiny model": (
+        ["a.yaml", "model_name_or_path=saves/tiny-qwen3", "--gpu", "24GiB"],
+        "build_tiny_model.py --link",
+    ),
     "no config.json": (["a.yaml", "model_name_or_path=.", "--gpu", "24GiB"], "has no config.json"),
     "no deepspeed file": (["a.yaml", "deepspeed=no.json", "--gpu", "24GiB"], "no.json does not exist"),
     "malformed deepspeed file": (["a.yaml", "deepspeed=bad.json", "--gpu", "24GiB"], "bad.json is not readable JSON"),
@@ -178,6 +185,34 @@ def test_what_cannot_be_told_is_a_report_with_code_2(
     assert message in " ".join(done.stdout.split())
 
 
+def test_names_that_stand_for_nothing_are_errors_below_the_report(preflight: Run, folder: Path) -> None:
+    (folder / "data").mkdir()
+    (folder / "data/dataset_info.json").write_text('{"rows": {"file_name": "rows.json"}}')
+    done = preflight("a.yaml", "dataset=rowz", "template=qwen33", "--gpu", "80GiB", "--json")
+    assert (done.returncode, done.stderr) == (2, "")
+    report = json.loads(done.stdout)
+    assert report["verdict"] == "fits"
+    errors = {found["id"]: found["message"] for found in report["findings"] if found["severity"] == "error"}
+    assert errors.keys() == {"data-set-unknown", "template-unknown"}
+    assert "data/dataset_info.json has no `rowz`, which `dataset` names. It has rows" in errors["data-set-unknown"]
+
+
+def test_a_preset_for_two_cards_says_how_to_plan_for_them(preflight: Run, folder: Path) -> None:
+    for name in ("2x24gb_lora", "2x24gb_full_zero2"):
+        (folder / f"{name}.yaml").write_text((folder / "a.yaml").read_text())
+    (folder / "ds.json").write_text('{"zero_optimization": {"stage": 2}}')
+    with (folder / "2x24gb_full_zero2.yaml").open("a") as file:
+        file.write("deepspeed: ds.json\n")
+    files = ("2x24gb_lora.yaml", "2x24gb_full_zero2.yaml")
+    done = preflight(*files, "--gpu", "80GiB", "--json")
+    found = [[f for f in json.loads(line)["findings"] if f["id"] == "preset-for-more-gpus"] for line in
+             done.stdout.splitlines()]  # fmt: skip
+    assert [finding["severity"] for (finding,) in found] == ["warning", "error"]
+    assert all("--gpus 2" in finding["message"] for (finding,) in found)
+    two = preflight(*files, "--gpu", "80GiB", "--gpus", "2", "--json")
+    assert "preset-for-more-gpus" not in two.stdout and "deepspeed-needs-torchrun" not in two.stdout
+
+
 def test_extra_arguments_are_legal_when_allowed(preflight: Run) -> None:
     assert preflight("a.yaml", "mine=1", "--gpu", "80GiB", env={"ALLOW_EXTRA_ARGS": "1"}).returncode == 0
 
@@ -217,7 +252,10 @@ def test_presets(run: Run, tmp_path: Path) -> None:
     assert (tmp_path / "mine" / "cpu_smoke.yaml").read_text() == shown.stdout
     missing = run(["llamafactory-cli", "presets", "show", "nope"], cwd=tmp_path)
     assert (missing.returncode, missing.stdout) == (2, "")
-    assert missing.stderr.startswith("There is no preset 'nope'")
+    assert missing.stderr.startswith("There is no preset 'nope'. There are cpu_smoke, 12gb_")
+    begun = run(["llamafactory-cli", "presets", "show", "24gb"], cwd=tmp_path)
+    assert begun.stderr.startswith("There is no preset '24gb'. There are 24gb_dpo_qlora, 24gb_full, 24gb_lora, ")
+    assert "16gb" not in begun.stderr and "2x24gb" not in begun.stderr
 
 
 def test_doctor(run: Run) -> None:

@@ -144,6 +144,33 @@ def test_the_written_file_fits_and_keeps_order_and_comments(folder: Path, capsys
     assert any(line.endswith("# was 8") for line in after)
 
 
+def test_a_file_that_is_there_is_only_overwritten_with_force(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "b.yaml").write_text("mine: true\n")
+    words = ("a.yaml", "--gpu", "24GiB", "--fit", "-o", "b.yaml")
+    assert preflight_of(*words) == 2
+    assert capsys.readouterr() == ("", "b.yaml exists already. Nothing was written; --force overwrites it.\n")
+    assert (folder / "b.yaml").read_text() == "mine: true\n"
+    assert preflight_of(*words, "--force") == 0
+    assert "mine: true" not in (folder / "b.yaml").read_text()
+    assert not list(folder.glob(".b.yaml*"))
+
+
+def test_figures_of_the_preset_do_not_stand_above_what_was_changed(
+    folder: Path, capsys: pytest.CaptureFixture[str], root: Path
+) -> None:
+    preset = root / "presets/24gb_lora.yaml"
+    assert "# Measured: " in preset.read_text()
+    words = (str(preset), "model_name_or_path=model", "--fit", "--allow", "quantization")
+    assert preflight_of(*words, "--gpu", "12GiB", "-o", "smaller.yaml") == 0
+    head = (folder / "smaller.yaml").read_text().split("\n\n")[0].splitlines()
+    assert head[0].startswith("# 24gb_lora.yaml, changed by llamafactory-cli preflight --fit.")
+    assert head[1] == "# Run: llamafactory-cli train smaller.yaml"
+    assert [line for line in head if "Measured" in line or "Tokens" in line or "24 GB" in line] == []
+    assert head[2:] == [line for line in preset.read_text().splitlines() if line.startswith("# Needs ")]
+    assert preflight_of(str(preset), "--gpu", "80GiB", "--fit", "-o", "same.yaml") == 0
+    assert (folder / "same.yaml").read_text() == preset.read_text()
+
+
 def test_where_nothing_allowed_fits_it_says_so_and_exits_with_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -167,6 +194,8 @@ def test_what_fits_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[st
         (("-", "--fit", "-o", "b.yaml"), "-o needs a file"),
         (("a.yaml", "a.yaml", "--fit"), "one file at a time"),
         (("a.yaml", "--fit", "-o", "no/such/b.yaml", "--gpu", "24GiB"), "cannot be written"),
+        (("a.yaml", "--fit", "-o", "model", "--gpu", "24GiB"), "model is a folder"),
+        (("a.yaml", "--force", "--gpu", "24GiB"), "go with --fit, --tune or --model"),
         (("a.yaml", "-o", "b.yaml", "--gpu", "24GiB"), "go with --fit, --tune or --model"),
         (("a.yaml", "--allow", "cutoff", "--gpu", "24GiB"), "go with --fit, --tune or --model"),
         (("a.yaml", "--fit", "--exact", "--gpu", "24GiB"), "--exact simulates a run as it is"),

@@ -62,9 +62,10 @@ def test_short_data_with_a_long_cutoff_is_not_refused(train: Any, tmp_path: Path
 
 
 def test_one_sample_too_long_is_named_before_the_weights_load(train: Any, tmp_path: Path) -> None:
-    done = train([5, 8, 900, 11], card="2GiB")
+    done = train([5, 8, 900, 11], card="2GiB", per_device_train_batch_size=8)
     assert done.returncode == 1
     assert f"{SECOND} 4 samples is number 2 with 9" in done.stderr
+    assert "A batch of 4 as long needs" in done.stderr  # there are no more
     assert "Stopped before loading the weights" in done.stderr
     assert WEIGHTS not in done.stderr + done.stdout
     assert "Traceback" not in done.stderr

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 from llamafactory_preflight import schema
-from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight.errors import Refused, UserError, words
 
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
@@ -41,6 +42,22 @@ def read(source: Path | Literal["-"] | Sequence[str], overrides: Sequence[str] =
     return _from_flags(source)
 
 
+def names(command: Sequence[str]) -> set[str]:
+    """Names that a command line of a file and overrides sets, also by a malformed override; none of one of flags.
+
+    Raises:
+        UserError: As `read`, for the file.
+    """
+    if not command[0].endswith(CONFIG_SUFFIXES):
+        return set()
+    return set(read(command[:1])) | overridden(command[1:])
+
+
+def overridden(overrides: Sequence[str]) -> frozenset[str]:
+    """Names of the arguments that `key=value` items set; `key.inner=value` sets a part of one."""
+    return frozenset(re.split(r"[=.\[]", item)[0] for item in overrides)
+
+
 def with_overrides(given: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Arguments with `key=value` items that win over them.
 
@@ -59,13 +76,13 @@ def _text(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise UserError(
+        raise Refused(
             f"{file} does not exist", next_step="Check the path, or see `llamafactory-cli presets list`"
         ) from None
     except UnicodeDecodeError:
-        raise UserError(f"{file} is not UTF-8 text", next_step="Save it as UTF-8") from None
+        raise Refused(f"{file} is not UTF-8 text", next_step="Save it as UTF-8") from None
     except OSError as error:
-        raise UserError(f"{file} cannot be read: {words(error)}") from None
+        raise Refused(f"{file} cannot be read: {words(error)}") from None
 
 
 def _standard_input() -> str:
@@ -89,25 +106,25 @@ def _merged(text: str, origin: str, overrides: Sequence[str], *, as_json: bool =
         loaded = OmegaConf.create(json.loads(text)) if as_json else OmegaConf.load(io.StringIO(text))
         if not isinstance(loaded, DictConfig):
             kind = "a list" if isinstance(loaded, ListConfig) else "no arguments"
-            raise UserError(f"{origin} holds {kind}", next_step=ONE_A_LINE)
+            raise Refused(f"{origin} holds {kind}", next_step=ONE_A_LINE)
         for item in overrides:
             if "=" not in item or item.startswith(("-", "=")):
                 raise UserError(f"{item!r} is not an override", next_step="Write it as key=value")
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     except json.JSONDecodeError as error:
-        raise UserError(f"{origin} is not JSON: {error}") from None
+        raise Refused(f"{origin} is not JSON: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise UserError(f"{origin} is not YAML: {str(error.problem).rstrip('.')}{place}") from None
+        raise Refused(f"{origin} is not YAML: {str(error.problem).rstrip('.')}{place}") from None
     except yaml.YAMLError as error:
-        raise UserError(f"{origin} is not YAML: {words(error)}") from None
+        raise Refused(f"{origin} is not YAML: {words(error)}") from None
     except RecursionError:
         raise UserError(f"{origin} is nested too deeply", next_step=ONE_A_LINE) from None
     except (OmegaConfBaseException, OSError, TypeError) as error:
         raise UserError(f"{origin} holds no mapping of arguments: {words(error)}", next_step=ONE_A_LINE) from None
     if not isinstance(merged, dict) or all(value is None for value in merged.values()):
-        raise UserError(f"{origin} holds no arguments", next_step=ONE_A_LINE)
+        raise Refused(f"{origin} holds no arguments", next_step=ONE_A_LINE)
     return {str(key): value for key, value in merged.items()}
 
 

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
 import os
 import re
 import sys
 import traceback
 from collections.abc import Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -108,6 +105,7 @@ def _preflight(argv: Sequence[str]) -> int:
     parser.add_argument("--fit", action="store_true", help="change the least costly settings until the run fits")
     parser.add_argument("--allow", help="what --fit may change too: quantization,cutoff,precision,...")
     parser.add_argument("-o", "--output", type=Path, help="write what --fit or --tune found to this file")
+    parser.add_argument("--force", action="store_true", help="let -o overwrite a file")
     parser.add_argument("--tune", action="store_true", help="find the fastest settings that fit and train the same")
     parser.add_argument("--model", help="with --tune: make a preset for this model instead of reading a file")
     parser.add_argument("--method", help="of that preset: lora (the default), qlora, full or freeze")
@@ -122,8 +120,10 @@ def _preflight(argv: Sequence[str]) -> int:
     machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
     if options.fit or options.tune or options.model is not None:
         return _changed(options, files, overrides, machine)
-    if options.output is not None or options.allow is not None or options.method is not None:
-        raise UserError("-o, --allow and --method go with --fit, --tune or --model", next_step="Add one of these")
+    if options.output is not None or options.force or options.allow is not None or options.method is not None:
+        raise UserError(
+            "-o, --force, --allow and --method go with --fit, --tune or --model", next_step="Add one of these"
+        )
     worst = 0
     for position, file in enumerate(files):
         try:
@@ -152,6 +152,8 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
         raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
     if options.exact:
         raise UserError("--exact simulates a run as it is", next_step="Leave out --fit, --tune and --model")
+    if options.output is not None:
+        _check_output(options.output, force=options.force)
     from llamafactory_preflight import fit_command, tune_command
 
     where = {"output": options.output, "as_json": options.json, **machine}
@@ -160,6 +162,16 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
     if options.tune:
         return tune_command.run(files[0], overrides, **where)
     return fit_command.run(files[0], overrides, allow=options.allow or "", **where)
+
+
+def _check_output(file: Path, *, force: bool) -> None:
+    """Looks before the search begins whether its file may be written."""
+    if not file.parent.is_dir():
+        raise UserError(f"{file} cannot be written: its folder does not exist", next_step="Make the folder first")
+    if file.is_dir():
+        raise UserError(f"{file} is a folder", next_step="Name a file in it")
+    if os.path.lexists(file) and not force:
+        raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
 
 
 def _amounts_joined(argv: Sequence[str]) -> list[str]:
@@ -212,27 +224,11 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, help="also write them to this page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
-    from llamafactory_preflight import arguments, paths
-    from llamafactory_preflight.templates import view
+    from llamafactory_preflight import template_command
 
-    given = arguments.read(options.items)
-    given, _ = paths.resolve(given, beside=Path(options.items[0]).resolve().parent)
-    if options.html and not options.html.parent.is_dir():
-        raise UserError(f"The folder of {options.html} does not exist", where="--html", next_step="Make it first")
-    with redirect_stdout(sys.stderr):  # LLaMA-Factory logs to standard output, which is for the samples
-        from llamafactory_preflight.fixer.show import show
-
-        shown = show(given, num_samples=max(0, options.sample))
-    if options.json:
-        print(json.dumps(asdict(shown)))
-        return 0
-    for number, sample in enumerate(shown.samples):
-        print(f"{view.heading(number, sample)}\n{view.terminal(sample, coloured=sys.stdout.isatty())}\n")
-    numbers = view.statistics(shown.lengths, shown.trained, cutoff_len=shown.cutoff_len)
-    print("\n".join([view.LEGEND, *numbers, *(f"finding: {finding}" for finding in shown.findings)]))
-    if options.html:
-        options.html.write_text(view.page(options.items[0], shown.samples, numbers, shown.findings), encoding="utf-8")
-    return 0
+    return template_command.run(
+        options.items[0], options.items[1:], num_samples=options.sample, html=options.html, as_json=options.json
+    )
 
 
 def _doctor(argv: Sequence[str]) -> int:

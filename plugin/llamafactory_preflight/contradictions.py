@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import Refused, UserError
 from llamafactory_preflight.memory.quantization import BROUGHT_BACK
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.phrases import phrase
@@ -19,7 +19,7 @@ def refuse(run: RunDescription, *, serves: bool = False) -> None:
     Raises:
         UserError: There is one.
     """
-    for problem in () if serves else (*_precision(run), *_sharding(run)):
+    for problem in () if serves else (*_method(run), *_precision(run), *_sharding(run)):
         raise problem
 
 
@@ -43,6 +43,23 @@ def refuse_model(run: RunDescription, shape: ModelShape, *, serves: bool = False
             ),
             where="model_name_or_path",
             next_step="Take the unquantized checkpoint, with `quantization_bit: 4` if it has to be small",
+        )
+
+
+def _method(run: RunDescription) -> Iterator[UserError]:
+    """LLaMA-Factory's parser: hparams/finetuning_args.py."""
+    others = [name for name in ("use_galore", "use_apollo", "use_badam") if getattr(run, name)]
+    if run.finetuning_type == "lora" and others:
+        yield Refused(
+            phrase("LLaMA-Factory refuses `{name}` with `finetuning_type: lora`", name=others[0]),
+            next_step=phrase("Set finetuning_type=full, or remove `{name}`", name=others[0]),
+        )
+    if run.finetuning_type != "lora" and run.loraplus_lr_ratio is not None:
+        yield Refused(
+            phrase(
+                "LLaMA-Factory refuses `loraplus_lr_ratio` with `finetuning_type: {kind}`", kind=run.finetuning_type
+            ),
+            next_step="Remove it: LoRA+ is for LoRA alone",
         )
 
 

@@ -26,6 +26,10 @@ class UserError(ValueError):
         super().__init__(self.text)
 
 
+class Refused(UserError):
+    """A mistake that LLaMA-Factory cannot get past either, so that `train` ends with this message at once."""
+
+
 def _sentences(what: str, where: str, next_step: str) -> Phrase:
     fault = phrase("{sentence}.", sentence=phrase("{what} ({where})", what=what, where=where) if where else what)
     return joined(" ", (fault, phrase("{sentence}.", sentence=next_step))) if next_step else fault

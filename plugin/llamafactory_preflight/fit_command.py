@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments, fit, judgement, preflight, report, yaml_text
-from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import allowed
 
@@ -83,9 +83,4 @@ def _write(output: Path, file: str, overrides: Sequence[str], changes: Any) -> N
     given = arguments.read(Path(file), overrides)
     names = [item.partition("=")[0] for item in overrides]
     chosen = {name: given[name] for name in names if name in given} | dict(changes)
-    text = yaml_text.changed(Path(file).read_text(encoding="utf-8"), chosen, reason="added by preflight --fit")
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {words(error)}") from None
-    print(f"Written: {output}", file=sys.stderr)
+    yaml_text.write(output, Path(file), chosen, command="preflight --fit")

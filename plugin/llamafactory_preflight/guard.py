@@ -41,13 +41,17 @@ def train(given: Mapping[str, Any], *, stage: Literal["launcher", "process"]) ->
         In `fit` mode the arguments to change so that the run fits; else nothing.
 
     Raises:
-        SystemExit: With 1, in `block` and `fit` mode, where the run cannot fit the GPU at any sample length.
+        SystemExit: With 1, in `block` and `fit` mode, where the run cannot fit the GPU at any sample length, or a
+            finding would end it anyway.
         UserError: An argument is faulty; LLaMA-Factory will say so itself, so this is only a hint.
     """
     settings = Settings.from_environment()
     allocator.prefer_expandable_segments(os.environ)  # before anything starts CUDA
     result = looked_at(given, settings, stage=stage)
     print(report.text(result), file=sys.stderr, flush=True)
+    if settings.mode != "warn" and findings.stops(result.findings):
+        print(report.REFUSAL, file=sys.stderr, flush=True)
+        raise SystemExit(1)
     if settings.mode == "fit" and result.verdict.word in ("tight", "will_not_fit"):
         # Ranks that torchrun started without our parent might each choose something else.
         remedy = fit.fitting(result, allow=settings.allow) if handoff.is_alone() or stage == "launcher" else None
@@ -83,9 +87,11 @@ def data(
         SystemExit: With 1, in `block` mode, where the fullest batch that the data can make does not fit.
     """
     settings = Settings.from_environment()
+    # Of several processes each gets a full batch all the same: accelerate begins again with the first samples.
+    ends_short = handoff.is_alone() and not given.get("dataloader_drop_last")
     result = looked_at(
         given, settings, stage="process", length=longest.tokens, eval_length=longest.eval_tokens,
-        count_images=count_images,
+        count_images=count_images, num_samples=longest.num_samples if ends_short else None,
     )  # fmt: skip
     if speaks:
         for finding in findings.disk_after_data(result, num_samples=longest.num_samples):
@@ -107,9 +113,10 @@ def looked_at(
     length: int | None = None,
     eval_length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
+    num_samples: int | None = None,
 ) -> Result:
     """A preflight of this run on this machine, or on the card that is planned for."""
-    command = sys.argv[2:3] if stage == "launcher" else sys.argv[1:2]
+    command = sys.argv[2:] if stage == "launcher" else sys.argv[1:]
     file = Path(command[0]) if command and command[0].endswith(arguments.CONFIG_SUFFIXES) else None
     return preflight.examine(
         given,
@@ -121,6 +128,8 @@ def looked_at(
         length=length,
         eval_length=eval_length,
         count_images=count_images,
+        num_samples=num_samples,
+        overridden=arguments.overridden(command[1:]) if file else frozenset(),
     )
 
 

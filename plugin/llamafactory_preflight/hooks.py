@@ -6,10 +6,11 @@ Every hook fails open: whatever goes wrong in here is one line on standard error
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from typing import Any, Literal
 from llamafactory_preflight import handoff
 from llamafactory_preflight.board import around as board
 from llamafactory_preflight.failing import fail_open as _fail_open
+from llamafactory_preflight.fixer import around as fixer
 from llamafactory_preflight.watch import around as watch
 
 
@@ -52,7 +54,7 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         _run_own_subcommand()  # `python -m llamafactory.cli` comes here without passing the `main` that we wrapped
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
-            sys.argv += _fail_open(functools.partial(_check, arguments, "launcher"), [])
+            sys.argv += _fail_open(functools.partial(_check_or_end, arguments), [])
         kills_before: dict[str, int] = {}
         if command == "train":
             kills_before = _fail_open(watch.kills_so_far, kills_before)
@@ -61,6 +63,7 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         except Exception as error:
             if command == "train":
                 _fail_open(functools.partial(watch.answer_for_children, error, arguments, kills_before), None)
+                _fail_open(functools.partial(_end_with, error), None)
             raise
         if command in ("", "help"):
             print(USAGE)
@@ -81,7 +84,11 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
         if isinstance(args, dict):
             args = _fail_open(functools.partial(_with_found_paths, args), args)
         handoff.remember(args)
-        return original(args, *others, **named)
+        try:
+            return original(args, *others, **named)
+        except Exception as error:
+            _fail_open(functools.partial(_remember_refused, error), None)
+            raise
 
     return get_train_args
 
@@ -96,22 +103,6 @@ def _around_get_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
         return dataset_module
 
     return get_dataset
-
-
-def _repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Makes a wrapper that hands a call to the template fixer: instead of the original, or its result afterwards."""
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def repairing(*args: Any, **kwargs: Any) -> Any:
-            if after:
-                result = original(*args, **kwargs)
-                return _repair(step, lambda *_args, **_kwargs: result, args, kwargs)
-            return _repair(step, original, args, kwargs)
-
-        return repairing
-
-    return around
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,25 +127,31 @@ POINTS = (
     PatchPoint(module="llamafactory.data.loader", attribute="get_dataset", around=_around_get_dataset),
     PatchPoint(module="llamafactory.train.tuner", attribute="_training_function", around=watch.training_function),
     *(
-        PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=_repairing("parsed", after=True))
+        PatchPoint(module="llamafactory.hparams.parser", attribute=name, around=fixer.repairing("parsed", after=True))
         for name in ("_parse_train_args", "_parse_infer_args", "_parse_eval_args")
     ),
     PatchPoint(
         module="llamafactory.model.loader",
         attribute="load_tokenizer",
-        around=_repairing("tokenizer_loaded", after=True),
+        around=fixer.repairing("tokenizer_loaded", after=True),
     ),
-    PatchPoint(module="llamafactory.model.loader", attribute="load_model", around=_repairing("model")),
-    PatchPoint(module="llamafactory.train.tuner", attribute="run_exp", around=_repairing("training")),
+    PatchPoint(module="llamafactory.model.loader", attribute="load_model", around=fixer.repairing("model")),
+    PatchPoint(module="llamafactory.train.tuner", attribute="run_exp", around=fixer.repairing("training")),
     PatchPoint(
-        module="llamafactory.data.template", attribute="get_template_and_fix_tokenizer", around=_repairing("template")
+        module="llamafactory.data.template",
+        attribute="get_template_and_fix_tokenizer",
+        around=fixer.repairing("template"),
     ),
     PatchPoint(
-        module="llamafactory.data.converter", attribute="get_dataset_converter", around=_repairing("converter")
+        module="llamafactory.data.converter", attribute="get_dataset_converter", around=fixer.repairing("converter")
     ),
-    PatchPoint(module="llamafactory.data.loader", attribute="_get_dataset_processor", around=_repairing("processor")),
     PatchPoint(
-        module="llamafactory.data.loader", attribute="_get_preprocessed_dataset", around=_repairing("preprocessed")
+        module="llamafactory.data.loader", attribute="_get_dataset_processor", around=fixer.repairing("processor")
+    ),
+    PatchPoint(
+        module="llamafactory.data.loader",
+        attribute="_get_preprocessed_dataset",
+        around=fixer.repairing("preprocessed"),
     ),
     PatchPoint(
         module="llamafactory.webui.components.train", attribute="create_train_tab", around=board.create_train_tab
@@ -211,6 +208,39 @@ def _run_own_subcommand() -> None:
         raise SystemExit(cli.main(sys.argv[1:]))
 
 
+def _check_or_end(given: list[str]) -> list[str]:
+    """Looks at a run before torchrun starts. Only a mistake that LLaMA-Factory cannot get past either ends it here."""
+    from llamafactory_preflight import arguments, refusal
+    from llamafactory_preflight.errors import Refused, UserError
+
+    try:
+        return _check(given, "launcher")
+    except UserError as error:
+        names = set() if isinstance(error, Refused) else arguments.names(given)
+        if refusal.is_certain(error, names, _argument_names):
+            refusal.end(str(error))
+        refusal.remember_fault(error)
+        raise
+
+
+def _argument_names() -> set[str]:
+    """The names that LLaMA-Factory's parser takes, from the classes that it takes them from."""
+    parser = importlib.import_module("llamafactory.hparams.parser")
+    return {field.name for part in parser._TRAIN_ARGS for field in fields(part) if field.init}
+
+
+def _remember_refused(error: Exception) -> None:
+    from llamafactory_preflight import refusal
+
+    refusal.remember_refused(error)
+
+
+def _end_with(error: Exception) -> None:
+    from llamafactory_preflight import refusal
+
+    refusal.end_with(error)
+
+
 def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> list[str]:
     """Looks at a run and returns what is to be added to its command line so that it fits: in `fit` mode only."""
     if "-h" in given or "--help" in given or (stage == "process" and not handoff.speaks()):
@@ -256,38 +286,3 @@ def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
     config_file = handoff.config_file() or _command()
     beside = Path(config_file).resolve().parent if config_file.endswith(arguments.CONFIG_SUFFIXES) else None
     return paths.resolve(given, beside=beside)[0]
-
-
-def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs a step of the template fixer. Whatever goes wrong in it, the original is called, and called once."""
-    results: list[Any] = []
-    failures: list[BaseException] = []
-
-    @functools.wraps(original)
-    def once(*arguments: Any, **named: Any) -> Any:
-        try:
-            results.append(original(*arguments, **named))
-        except BaseException as error:
-            failures.append(error)
-            raise
-        return results[-1]
-
-    try:
-        from llamafactory_preflight.errors import UserError
-        from llamafactory_preflight.settings import Settings
-
-        try:
-            is_on = Settings.from_environment().template != "off"
-        except UserError as error:
-            handoff.warn_once(str(error))
-            is_on = False
-        if is_on:
-            from llamafactory_preflight.fixer import points
-
-            return getattr(points, step)(once, args, kwargs)
-    except Exception as error:
-        if error in failures or (isinstance(error, ValueError) and type(error).__name__ == "UserError"):
-            raise
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
-        handoff.warn_once(f"a repair of the chat template failed and is left out ({reason})")
-    return results[-1] if results else original(*args, **kwargs)

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import quote
 
 from llamafactory_preflight import known_models
-from llamafactory_preflight.errors import Unmodelled, UserError, words
+from llamafactory_preflight.errors import Refused, Unmodelled, UserError, words
 from llamafactory_preflight.hub_request import get_json
 from llamafactory_preflight.phrases import phrase
 
@@ -83,6 +83,15 @@ def find(
             download_bytes=0 if has_weights else None,
             cache_dir=cache,
         )
+    if name == known_models.MADE_HERE:
+        raise Refused(
+            phrase("The tiny model {name} is not made yet", name=name),
+            where="`model_name_or_path`",
+            next_step=phrase(
+                "Make it with `python scripts/build_tiny_model.py --link {name}`; scripts/quickstart.sh does that too",
+                name=name,
+            ),
+        )
     if not asks:
         raise Unmodelled(phrase("{name} is not in the local cache", name=name))
     try:
@@ -108,6 +117,21 @@ def _ask(name: str, revision: str, cache: Path, env: Mapping[str, str], *, model
             )
         )
     return _from_huggingface(name, revision, cache, env)
+
+
+def answers(name: str, environ: Mapping[str, str]) -> bool:
+    """Whether the hub of the models answers within a short time, also that it does not have this one."""
+    if any(_enabled(environ, variable) for variable in OFFLINE):
+        return False
+    endpoint = _modelscope_endpoint(environ) if _enabled(environ, "USE_MODELSCOPE_HUB") else _endpoint(environ)
+    path = "api/v1/models" if _enabled(environ, "USE_MODELSCOPE_HUB") else "api/models"
+    try:
+        get_json(f"{endpoint}/{path}/{quote(name)}", name=name, token=None)
+    except UserError:
+        return True
+    except Unmodelled:
+        return False
+    return True
 
 
 def _local(folder: Path) -> dict[str, Any]:
@@ -181,7 +205,7 @@ def _modelscope_snapshot(cache: Path, name: str) -> Path | None:
 
 
 def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
-    endpoint = (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+    endpoint = _endpoint(env)
     token = _token(env)
     config = get_json(
         f"{endpoint}/{quote(name)}/resolve/{quote(revision, safe='')}/config.json", name=name, token=token
@@ -197,8 +221,7 @@ def _from_huggingface(name: str, revision: str, cache: Path, env: Mapping[str, s
 
 
 def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, str]) -> ModelSource:
-    domain = env.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
-    endpoint = domain.rstrip("/") if "://" in domain else f"https://{domain.rstrip('/')}"
+    endpoint = _modelscope_endpoint(env)
     wanted = quote("master" if revision == "main" else revision, safe="")
     files = f"{endpoint}/api/v1/models/{quote(name)}/repo"
     config = get_json(f"{files}?Revision={wanted}&FilePath=config.json", name=name)
@@ -210,6 +233,15 @@ def _from_modelscope(name: str, revision: str, cache: Path, env: Mapping[str, st
     except (Unmodelled, UserError, KeyError, TypeError, ValueError):
         size = None
     return ModelSource(config=config, place=endpoint, download_bytes=size, cache_dir=cache)
+
+
+def _endpoint(env: Mapping[str, str]) -> str:
+    return (env.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
+
+
+def _modelscope_endpoint(env: Mapping[str, str]) -> str:
+    domain = env.get("MODELSCOPE_DOMAIN") or "www.modelscope.cn"
+    return domain.rstrip("/") if "://" in domain else f"https://{domain.rstrip('/')}"
 
 
 def _token(env: Mapping[str, str]) -> str | None:

@@ -47,7 +47,7 @@ WITHOUT_EFFECT = frozenset(
         "badam_verbose", "dpo_label_smoothing",
         "eaft_alpha", "early_stopping_steps", "galore_scale", "galore_update_interval", "init_special_tokens",
         "kto_chosen_weight", "kto_rejected_weight", "learning_rate", "ld_alpha", "lora_alpha", "loraplus_lr_embedding",
-        "loraplus_lr_ratio", "lr_scheduler_kwargs", "lr_scheduler_type", "pissa_iter", "ppo_epochs", "ppo_score_norm",
+        "lr_scheduler_kwargs", "lr_scheduler_type", "pissa_iter", "ppo_epochs", "ppo_score_norm",
         "ppo_target", "ppo_whiten_rewards", "pref_bco_weight", "pref_beta", "simpo_gamma", "train_on_prompt",
         "use_rslora", "warmup_ratio", "warmup_steps", "weight_decay",
         # The data: what is in a sample, in which order, and where it comes from.

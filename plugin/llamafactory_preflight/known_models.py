@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 
+MADE_HERE = "saves/tiny-qwen3"
+"""The model of presets/cpu_smoke.yaml, which no hub has."""
 VOCABULARY_SIZE = 151936
 # Size: hidden size, layers, heads, key-value heads, MLP width, tied embeddings.
 DENSE = {

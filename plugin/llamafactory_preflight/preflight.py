@@ -90,6 +90,7 @@ def check(
         here=None if host_ram else host.main_memory(),
         exact=exact,
         launcher=fsdp.from_file(accelerate_config),
+        overridden=arguments.overridden(overrides),
         trains=False,
     )
     if result.device is None and not (result.run.use_cpu or (result.serves and result.run.merges_on_cpu)):
@@ -114,6 +115,8 @@ def examine(
     eval_length: int | None = None,
     count_images: Callable[[int], Counted | None] | None = None,
     launcher: Mapping[str, str] | None = None,
+    num_samples: int | None = None,
+    overridden: frozenset[str] = frozenset(),
     trains: bool = True,
     proposes: bool = True,
     find: Callable[..., hub.ModelSource] = hub.find,
@@ -122,8 +125,10 @@ def examine(
 
     `here` is this machine's main memory, unless another is planned for. `length` and `eval_length` are those of the
     longest samples, once they are known; until then the cutoff. `count_images` looks for a token in the data.
-    `launcher` holds what `accelerate launch` would set, where the environment does not. Without `trains` the arguments
-    may be those of `chat`, `api` or `export`. Without `proposes` no remedies are sought. `find` finds the model.
+    `num_samples` are those of one process's training set, where its last batch may be smaller than the others.
+    `overridden` names the arguments that were given beside the file `origin`. `launcher` holds what `accelerate
+    launch` would set, where the environment does not. Without `trains` the arguments may be those of `chat`, `api` or
+    `export`. Without `proposes` no remedies are sought. `find` finds the model.
 
     Raises:
         UserError: An argument is faulty.
@@ -132,9 +137,15 @@ def examine(
     software = Software.installed()
     resolved_arguments, resolved = paths.resolve(given, beside=beside)
     run = from_arguments(
-        resolved_arguments, software=software, origin=origin, allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS")
+        resolved_arguments,
+        software=software,
+        origin=origin,
+        overridden=overridden,
+        allow_extra=is_enabled(env, "ALLOW_EXTRA_ARGS"),
     )
     run = replace(run, accelerate=fsdp.launched_with(env) if launcher is None else launcher)
+    if num_samples:
+        run = replace(run, per_device_train_batch_size=min(run.per_device_train_batch_size, num_samples))
     serves = not trains and run.serves
     contradictions.refuse(run, serves=serves)
     # LLaMA-Factory falls back to the CPU where there is no GPU, and then main memory holds everything.
@@ -224,6 +235,7 @@ def examine(
         writes=tuple(writes),
         checkpoint=checkpoint,
         images=pictures,
+        trains=trains,
     )
     return replace(result, findings=findings.about(result, surroundings))
 

@@ -88,8 +88,9 @@ def find(name: str) -> Preset:
     """
     file = _folder() / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not file.is_file():
-        names = ", ".join(preset.name for preset in available())
-        raise UserError(f"There is no preset {name!r}", next_step=f"There are {names}")
+        names = [preset.name for preset in available()]
+        alike = [each for each in names if each.startswith(name)] if name else []
+        raise UserError(f"There is no preset {name!r}", next_step=f"There are {', '.join(alike or names)}")
     return _load(file)
 
 

@@ -7,12 +7,12 @@ as text.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from llamafactory_preflight import argument_values, fsdp, judged, schema
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import Refused, UserError
 from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.software import Software
@@ -101,6 +101,7 @@ class RunDescription:
     apollo_target: tuple[str, ...] = ("all",)
     apollo_rank: int = 16
     apollo_layerwise: bool = False
+    loraplus_lr_ratio: float | None = None
     use_badam: bool = False
     badam_mode: str = "layer"
     badam_switch_mode: str | None = "ascending"
@@ -181,7 +182,12 @@ OURS = frozenset({"unmodelled", "accelerate"})
 
 
 def from_arguments(
-    arguments: Mapping[str, Any], *, software: Software, origin: str, allow_extra: bool = False
+    arguments: Mapping[str, Any],
+    *,
+    software: Software,
+    origin: str,
+    overridden: Collection[str] = (),
+    allow_extra: bool = False,
 ) -> RunDescription:
     """Describes the run that LLaMA-Factory would start with these arguments.
 
@@ -189,6 +195,7 @@ def from_arguments(
         arguments: Keys and values as `arguments.read` returns them.
         software: Installed versions; they decide a few defaults.
         origin: What to call the source in messages, usually the file's name.
+        overridden: Names of those that stood on the command line beside that source.
         allow_extra: Whether unknown keys are legal, as under `ALLOW_EXTRA_ARGS=1`.
 
     Raises:
@@ -210,7 +217,7 @@ def from_arguments(
     if not arguments.get("model_name_or_path"):
         problems["model_name_or_path"] = UserError("`model_name_or_path` is missing")
     if problems:
-        raise _together(list(problems.values()), origin)
+        raise _together(problems, origin, overridden)
     values |= dict(_implied(values, software=software, known=known))
     # LLaMA-Factory drops what it does not know, where it is told to allow that.
     taken = {key: value for key, value in arguments.items() if known is None or key in known.arguments}
@@ -235,10 +242,21 @@ def _implied(
         yield "do_eval", True
 
 
-def _together(problems: list[UserError], origin: str) -> UserError:
-    if len(problems) == 1:
-        (problem,) = problems
-        where = joined(", ", (part for part in (origin, problem.where) if part))
-        return UserError(problem.what, where=where, next_step=problem.next_step)
-    what = phrase("{num} arguments in {origin} need attention", num=len(problems), origin=origin)
-    return UserError(what, parts=problems)
+def _together(problems: Mapping[str, UserError], origin: str, overridden: Collection[str]) -> UserError:
+    kind = Refused if any(isinstance(problem, Refused) for problem in problems.values()) else UserError
+    given = [key in overridden for key in problems]
+    source = "the command line" if all(given) else origin
+    parts = [
+        _placed(problem, "the command line") if beside and not all(given) else problem
+        for problem, beside in zip(problems.values(), given, strict=True)
+    ]
+    if len(parts) == 1:
+        placed = _placed(parts[0], source)
+        return kind(placed.what, where=placed.where, next_step=placed.next_step)
+    what = phrase("{num} arguments in {origin} need attention", num=len(parts), origin=source)
+    return kind(what, parts=parts)
+
+
+def _placed(problem: UserError, source: str) -> UserError:
+    where = joined(", ", (part for part in (source, problem.where) if part))
+    return UserError(problem.what, where=where, next_step=problem.next_step)

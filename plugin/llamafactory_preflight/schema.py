@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import Refused, UserError
 from llamafactory_preflight.phrases import joined, phrase
 
 
@@ -23,6 +23,11 @@ ROOT_CLASSES = ("ModelArguments", "DataArguments", "TrainingArguments", "Finetun
 PLAIN_KINDS = {"bool": bool, "int": int, "float": float, "str": str, "list": list, "dict": dict}
 KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list",
               "dict": "a mapping"}  # fmt: skip
+
+COMPUTED_WITH = frozenset(
+    {"cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_steps"}
+)
+"""Numbers that no training gets past without computing with them; LLaMA-Factory's parser takes any text for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,7 +89,8 @@ class Schema:
                         ),
                     )
             elif fault := argument.fault(value):
-                yield key, UserError(phrase("`{name}` {fault}", name=key, fault=fault))
+                text = phrase("`{name}` {fault}", name=key, fault=fault)
+                yield key, Refused(text) if _is_computed_with(key, value, given) else UserError(text)
 
     def suggest(self, key: str) -> str:
         """A next step for an unknown key: the nearest known ones, or how to pass it anyway."""
@@ -103,6 +109,25 @@ def load() -> Schema | None:
     if llamafactory is None or transformers is None:
         return None
     return parse(llamafactory, transformers)
+
+
+@lru_cache(maxsize=1)
+def templates() -> frozenset[str]:
+    """Names of the installed LLaMA-Factory's chat templates; none where they cannot all be read."""
+    package = _package("llamafactory")
+    try:
+        text = (package / "data" / "template.py").read_text(encoding="utf-8") if package else ""
+        tree = ast.parse(text)
+    except (OSError, SyntaxError):
+        return frozenset()
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == "register_template"]
+    given = [next((k.value for k in call.keywords if k.arg == "name"), None) for call in calls]
+    names = {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(names) if len(names) == len(calls) else frozenset()
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def parse(llamafactory: Path, transformers: Path) -> Schema | None:
@@ -241,6 +266,17 @@ def _kinds(node: ast.expr, choices: list[Any], enums: Mapping[str, tuple[Any, ..
         name = ast.unparse(node)
         choices.extend(enums.get(name, ()))
         yield "enum" if name in enums else name if name in PLAIN_KINDS else "other"
+
+
+def _is_computed_with(key: str, value: object, given: Mapping[str, Any]) -> bool:
+    """Whether every such run computes with the argument, and text that is no number would end it."""
+    if not isinstance(value, str) or key not in COMPUTED_WITH or not (key == "cutoff_len" or given.get("do_train")):
+        return False
+    try:
+        float(value)
+    except ValueError:
+        return True
+    return False
 
 
 def _fits(value: object, kinds: frozenset[str]) -> bool:

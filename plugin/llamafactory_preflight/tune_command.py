@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import arguments, fit, new_preset, preflight, report, sample_lengths, tune, yaml_text
-from llamafactory_preflight.errors import UserError, words
+from llamafactory_preflight import (
+    arguments,
+    fit,
+    new_preset,
+    preflight,
+    presets,
+    report,
+    sample_lengths,
+    tune,
+    yaml_text,
+)
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.result import Result
 
 
@@ -56,8 +66,7 @@ def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bo
         given = arguments.read(Path(file), overrides)
         names = [item.partition("=")[0] for item in overrides]
         chosen = {name: given[name] for name in names if name in given} | dict(found.set)
-        text = Path(file).read_text(encoding="utf-8")
-        _write(output, yaml_text.changed(text, chosen, reason="added by preflight --tune"))
+        yaml_text.write(output, Path(file), chosen, command="preflight --tune")
     return faster.exit_code
 
 
@@ -100,18 +109,11 @@ def create(
     if output is None:
         print(text, end="")
         return 0
-    _write(output, text)
+    presets.put({output: text.encode()}, output, force=True)
+    print(f"Written: {output}", file=sys.stderr)
     _print(final, as_json)
     return 0  # whatever this machine lacks, such as disk: the preset is for another
 
 
 def _print(result: Result, as_json: bool) -> None:
     print(report.as_json(result) if as_json else report.text(result))
-
-
-def _write(output: Path, text: str) -> None:
-    try:
-        output.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{output} cannot be written: {words(error)}") from None
-    print(f"Written: {output}", file=sys.stderr)

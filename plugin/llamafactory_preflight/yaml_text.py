@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
+from llamafactory_preflight import presets
 from llamafactory_preflight.remedies import as_text
 
 
 LONGEST_OLD_VALUE = 40
+_FIGURES = re.compile(r"# (Measured: |.* predicted to need )", re.MULTILINE)
+_HOLDS_NO_MORE = re.compile(r"# (?!Needs )")
 
 
 def changed(text: str, changes: Mapping[str, Any], *, reason: str) -> str:
@@ -32,6 +38,43 @@ def changed(text: str, changes: Mapping[str, Any], *, reason: str) -> str:
     except yaml.YAMLError:
         is_right = False
     return edited if is_right else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+
+
+def write(output: Path, source: Path, changes: Mapping[str, Any], *, command: str) -> None:
+    """Writes a file with other values to another place, whole or not at all, and says so on standard error.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    before = source.read_text(encoding="utf-8")
+    text = changed(before, changes, reason=f"added by {command}")
+    if text != before:
+        text = renamed(text, source=source.name, output=str(output), command=f"llamafactory-cli {command}")
+    presets.put({output: text.encode()}, output, force=True)
+    print(f"Written: {output}", file=sys.stderr)
+
+
+def renamed(text: str, *, source: str, output: str, command: str) -> str:
+    """A changed preset without the figures that stand above it and are those of the file that it was made from.
+
+    Args:
+        text: YAML.
+        source: The name of the file that it was made from.
+        output: The file that it becomes.
+        command: What made it.
+
+    Returns:
+        The text as it is where no figures of ours stand above it: whoever wrote the comments knows what they say.
+    """
+    head, blank, rest = text.partition("\n\n")
+    lines = head.splitlines()
+    if not blank or not _FIGURES.search(head) or not all(line.startswith("#") for line in lines):
+        return text
+    made = [
+        f"# {source}, changed by {command}. What was measured or predicted of it does not hold here.",
+        f"# Run: llamafactory-cli train {output}",
+    ]
+    return "\n".join([*made, *(line for line in lines if not _HOLDS_NO_MORE.match(line))]) + blank + rest
 
 
 def _edited(text: str, changes: Mapping[str, Any], reason: str) -> str:

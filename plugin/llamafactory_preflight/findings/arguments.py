@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import PurePath
 
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.memory.build import ADAPTERS
@@ -14,11 +16,35 @@ from llamafactory_preflight.settings import is_enabled
 from llamafactory_preflight.software import Software
 
 
+LOW_RANK_OPTIMIZERS = {
+    "use_galore": ("adamw_torch", "adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit", "adafactor"),
+    "use_apollo": ("adamw_torch",),
+}
+"""What LLaMA-Factory combines them with (train/trainer_utils.py); transformers' default is none of it."""
+
+
 def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[str, str]) -> Iterator[Finding]:
-    """LLaMA-Factory refuses DeepSpeed outside of torchrun, which it starts by itself only for several GPUs."""
+    """LLaMA-Factory refuses DeepSpeed outside of torchrun, which it starts by itself only for several GPUs.
+
+    The presets for several say so in their name.
+    """
     forced = is_enabled(environ, "FORCE_TORCHRUN")
     inside_torchrun = "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ
-    if run.deepspeed is not None and num_gpus <= 1 and not forced and not inside_torchrun:
+    meant = re.match(r"(\d+)x\d+gb_", PurePath(origin).name)
+    if meant and num_gpus < int(meant[1]) and not inside_torchrun:
+        yield Finding(
+            id="preset-for-more-gpus",
+            severity="error" if run.deepspeed is not None and not forced else "warning",
+            message=phrase(
+                "This preset is for {num} GPUs, and this is what it takes on {here}. To plan for them: "
+                "llamafactory-cli preflight {origin} --gpus {num}. To start it on one: "
+                "FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
+                num=meant[1],
+                here=max(1, num_gpus),
+                origin=origin,
+            ),
+        )
+    elif run.deepspeed is not None and num_gpus <= 1 and not forced and not inside_torchrun:
         yield Finding(
             id="deepspeed-needs-torchrun",
             severity="error",
@@ -133,6 +159,23 @@ def experts(run: RunDescription, *, has_experts: bool, software: Software) -> It
                 version=software.transformers,
             ),
         )
+
+
+def low_rank_optimizer(run: RunDescription) -> Iterator[Finding]:
+    """LLaMA-Factory knows few optimizers for GaLore and APOLLO, and ends at others once the weights are loaded."""
+    for name, known in LOW_RANK_OPTIMIZERS.items():
+        if getattr(run, name) and run.do_train and run.optim not in known:
+            yield Finding(
+                id="low-rank-optimizer",
+                severity="error",
+                message=phrase(
+                    "LLaMA-Factory combines {name} with {known} only, and `optim` is {optim}: set optim=adamw_torch.",
+                    name=name,
+                    known=", ".join(known),
+                    optim=run.optim,
+                ),
+                set={"optim": "adamw_torch"},
+            )
 
 
 def eager_attention(run: RunDescription) -> Iterator[Finding]:

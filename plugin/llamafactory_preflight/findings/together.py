@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from llamafactory_preflight import verdict
 from llamafactory_preflight.checkpoint_size import Checkpoint
 from llamafactory_preflight.disk import Need
-from llamafactory_preflight.findings import arguments, disk, hardware, host, nvme, packages, vision
+from llamafactory_preflight.findings import arguments, disk, hardware, host, names, nvme, packages, vision
 from llamafactory_preflight.host import MainMemory
 from llamafactory_preflight.images import Images
 from llamafactory_preflight.machine import ranks_of
 from llamafactory_preflight.result import Finding, Result
+from llamafactory_preflight.settings import is_enabled
 
 
 SEVERITIES = ("error", "warning", "info")
@@ -31,6 +32,7 @@ class Surroundings:
         writes: What the run writes to disk.
         checkpoint: The size of a checkpoint, if it is known.
         images: The images of a sample that were counted with.
+        trains: The run starts here and now.
     """
 
     environ: Mapping[str, str]
@@ -41,6 +43,7 @@ class Surroundings:
     writes: tuple[Need, ...] = ()
     checkpoint: Checkpoint | None = None
     images: Images | None = None
+    trains: bool = True
 
 
 def about(result: Result, around: Surroundings) -> tuple[Finding, ...]:
@@ -51,6 +54,10 @@ def about(result: Result, around: Surroundings) -> tuple[Finding, ...]:
 def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     run, software, estimate, device = result.run, result.software, result.estimate, result.device
     has_experts = result.shape is not None and result.shape.moe is not None
+    yield from names.template(run)
+    if not result.serves:
+        yield from names.data_sets(run, trains=around.trains and not is_enabled(around.environ, "USE_RAY"))
+        yield from arguments.low_rank_optimizer(run)
     yield from vision.images(result, around.images)
     yield from disk.disk_space(run, around.writes, around.checkpoint)
     yield from host.host_memory(estimate, result.host_budget_bytes, around.here)

@@ -1,0 +1,68 @@
+"""Ends a training with one message where a mistake of the user's is certain to end it anyway, with a traceback.
+
+Certain is what LLaMA-Factory has refused already, or what its own reader cannot get past. Whatever it may accept goes
+on, with a line on what looks wrong.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from llamafactory_preflight.errors import Refused, UserError, words
+from llamafactory_preflight.settings import is_enabled
+
+
+REFUSALS = (ValueError, AssertionError, ImportError, OSError)
+"""What LLaMA-Factory's parser raises for arguments that it does not take; of others a traceback may be wanted."""
+_fault: list[UserError] = []
+_refused: list[Exception] = []
+
+
+def end(message: str) -> NoReturn:
+    """Ends the process with a message on standard error and exit code 1.
+
+    Raises:
+        SystemExit: Always.
+    """
+    raise SystemExit(f"llamafactory-preflight: {message}") from None
+
+
+def is_certain(error: UserError, names: Collection[str], accepted: Callable[[], Collection[str]]) -> bool:
+    """Whether LLaMA-Factory would end with a mistake too.
+
+    Args:
+        error: What we found.
+        names: Those of the arguments that a file and its overrides set.
+        accepted: Gives the names of LLaMA-Factory's arguments, from its own classes; that takes seconds.
+    """
+    if isinstance(error, Refused):
+        return True
+    # Megatron's arguments are another class.
+    takes_any = is_enabled(os.environ, "ALLOW_EXTRA_ARGS") or is_enabled(os.environ, "USE_MCA")
+    return bool(names) and not takes_any and not set(names) <= set(accepted())
+
+
+def remember_fault(error: UserError) -> None:
+    """Keeps what looked wrong and was only said, for the moment when LLaMA-Factory fails."""
+    _fault[:] = [error]
+
+
+def remember_refused(error: Exception) -> None:
+    """Keeps what LLaMA-Factory's parser raised, so that it is told from a failure later on."""
+    _refused[:] = [error]
+
+
+def end_with(error: Exception) -> None:
+    """Ends with one message instead of a traceback where LLaMA-Factory has failed for a mistake of the user's.
+
+    Raises:
+        SystemExit: It has.
+    """
+    by_parser = any(error is refused for refused in _refused)
+    said = words(error).rstrip(".")
+    if _fault and (by_parser or isinstance(error, (TypeError, ValueError))):
+        end(f"LLaMA-Factory has failed ({type(error).__name__}: {said}), most likely for this: {_fault[0]}")
+    if by_parser and said and isinstance(error, REFUSALS):
+        end(f"LLaMA-Factory refuses these arguments: {said}.")

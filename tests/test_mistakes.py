@@ -1,0 +1,131 @@
+"""A user's mistake ends `llamafactory-cli train` with one message; what LLaMA-Factory accepts is never refused."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parents[1]
+PRESET = ROOT / "presets/cpu_smoke.yaml"
+ON_CPU = {"CUDA_VISIBLE_DEVICES": ""}
+LINE = re.compile(r"^llamafactory-preflight: .*", re.MULTILINE)
+
+# Calls the console script's function once for each command line; anything that it lets pass would start two ranks.
+CALLS = """
+import contextlib, io, json, os, sys
+from llamafactory.cli import main
+outcomes = []
+for command in json.loads(sys.argv[1]):
+    sys.argv = ["llamafactory-cli", "train", *command]
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            main()
+        end = None
+    except SystemExit as exit:
+        end = exit.code
+    except BaseException as error:
+        end = {"raised": repr(error)}
+    outcomes.append([end, errors.getvalue()])
+print(json.dumps(outcomes))
+"""
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no file": (["missing.yaml"], "missing.yaml does not exist. Check the path"),
+    "no YAML": (["not.yaml"], "not.yaml is not YAML: mapping values are not allowed"),
+    "a list": (["list.yaml"], "list.yaml holds a list"),
+    "an unknown key": (["typo.yaml"], "`cutof_len` is not an argument of LLaMA-Factory (typo.yaml). Write `cutoff"),
+    "an unknown override": (["good.yaml", "cutof_len=6"], "(the command line). Write `cutoff_len`"),
+    "a flag": (["good.yaml", "--cutoff_len", "5"], "'--cutoff_len' is not an override. Write it as key=value"),
+    "no number": (["good.yaml", "cutoff_len=abc"], "`cutoff_len` is 'abc', not a whole number (the command line)"),
+    "two of them": (["good.yaml", "cutof_len=5", "max_steps=few"], "2 arguments in the command line need attention"),
+    "LoRA and BAdam": (["good.yaml", "use_badam=true"], "refuses `use_badam` with `finetuning_type: lora`"),
+    "no tiny model": ([str(PRESET)], "python scripts/build_tiny_model.py --link saves/tiny-qwen3"),
+}  # fmt: skip
+STOPPED: dict[str, tuple[list[str], str]] = {
+    "a template": (["good.yaml", "template=qwen33"], "LLaMA-Factory has no `template: qwen33`. The nearest are qwen3"),
+    "a data set": (["good.yaml", "dataset=rowz", "dataset_dir=mine"], "dataset_info.json has no `rowz`, which"),
+    "a list of data": (["good.yaml", "dataset=rowz", "dataset_dir=none"], "none/dataset_info.json does not exist"),
+    "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
+    folder = tmp_path_factory.mktemp("mistakes")
+    good = PRESET.read_text().replace("saves/tiny-qwen3", str(tiny_model))
+    (folder / "good.yaml").write_text(good)
+    (folder / "typo.yaml").write_text(good + "cutof_len: 5\n")
+    (folder / "not.yaml").write_text("a: b: c")
+    (folder / "list.yaml").write_text("- a\n- b\n")
+    (folder / "mine").mkdir()
+    (folder / "mine/dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def outcomes(module_run: Callable[..., Any], folder: Path) -> dict[str, tuple[Any, str]]:
+    """How every command line ended, and what it said: one process of the real `llamafactory-cli`."""
+    cases = MISTAKES | STOPPED
+    env = ON_CPU | {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": "2"}
+    commands = json.dumps([command for command, _ in cases.values()])
+    done = module_run(["python", "-c", CALLS, commands], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {name: (end, " ".join(said.split())) for name, (end, said) in zip(cases, found, strict=True)}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_certain_mistake_ends_the_parent_of_the_ranks_with_one_message(
+    outcomes: dict[str, tuple[Any, str]], name: str
+) -> None:
+    end, said = outcomes[name]
+    assert isinstance(end, str) and end.startswith("llamafactory-preflight: "), (end, said)  # Python prints it: code 1
+    assert MISTAKES[name][1] in end
+    assert said == ""
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_a_name_that_stands_for_nothing_stops_a_run_below_its_report(
+    outcomes: dict[str, tuple[Any, str]], name: str
+) -> None:
+    end, said = outcomes[name]
+    assert end == 1
+    assert STOPPED[name][1] in said and "error: " in said and "Stopped before loading anything" in said
+
+
+def test_what_llamafactory_itself_refuses_is_its_sentence_without_a_traceback(
+    run: Callable[..., Any], folder: Path
+) -> None:
+    command = ["llamafactory-cli", "train", "good.yaml", "finetuning_type=full", "quantization_bit=4", "output_dir=o1"]
+    done = run(command, cwd=folder, env=ON_CPU)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert LINE.findall(done.stderr)[-1] == (
+        "llamafactory-preflight: LLaMA-Factory refuses these arguments: Quantization is only compatible with the LoRA "
+        "or OFT method."
+    )
+
+
+def test_a_doubtful_value_goes_on_and_is_named_again_where_llamafactory_fails(
+    run: Callable[..., Any], folder: Path
+) -> None:
+    done = run(["llamafactory-cli", "train", "good.yaml", "lora_rank=abc", "output_dir=o2"], cwd=folder, env=ON_CPU)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    first, *_, last = LINE.findall(done.stderr)
+    assert first == "llamafactory-preflight: `lora_rank` is 'abc', not a whole number (the command line)."
+    assert last.startswith("llamafactory-preflight: LLaMA-Factory has failed (TypeError: ")
+    assert last.endswith(f"most likely for this: {first.partition(': ')[2]}")
+
+
+def test_what_llamafactory_accepts_trains(run: Callable[..., Any], folder: Path) -> None:
+    env = ON_CPU | {"ALLOW_EXTRA_ARGS": "1"}
+    doubtful = ["badam_switch_interval=often", "mine_alone=5", "max_steps=1", "output_dir=o3"]
+    done = run(["llamafactory-cli", "train", "good.yaml", *doubtful], cwd=folder, env=env)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (folder / "o3/adapter_model.safetensors").is_file()
+    assert "`badam_switch_interval` is 'often'" in LINE.findall(done.stderr)[0]

@@ -1,0 +1,128 @@
+"""What counts as certain is certain: the real LLaMA-Factory ends with it."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate.data_loader import BatchSamplerShard
+from llamafactory.data.parser import get_dataset_list
+from llamafactory.data.template import TEMPLATES
+from llamafactory.hparams.finetuning_args import FinetuningArguments
+from llamafactory.train import trainer_utils
+from torch.utils.data import BatchSampler, SequentialSampler
+
+from llamafactory_preflight import contradictions, schema
+from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.findings import arguments, names
+from llamafactory_preflight.run import RunDescription
+
+
+RUN = RunDescription(model_name_or_path="m", do_train=True, dataset=("rows",))
+# Trains once for each value, in one process, without the plugin's checks.
+TRAININGS = """
+import json, sys
+from omegaconf import OmegaConf
+from llamafactory.train.tuner import run_exp
+preset, changes, keys = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
+sys.argv = sys.argv[:1]
+outcomes = {}
+for key in ["", *keys]:
+    args = OmegaConf.to_container(OmegaConf.load(preset)) | changes | ({key: "abc"} if key else {})
+    try:
+        run_exp(args)
+        outcomes[key] = "trained"
+    except Exception as error:
+        outcomes[key] = type(error).__name__
+print(json.dumps(outcomes))
+"""
+
+
+def test_no_training_gets_past_text_where_every_run_computes(
+    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    changes = {
+        "model_name_or_path": str(tiny_model), "dataset_dir": str(root / "presets/data"), "max_samples": 8,
+        "max_steps": 1, "output_dir": str(tmp_path / "out"), "plot_loss": False,
+    }  # fmt: skip
+    keys = sorted(schema.COMPUTED_WITH)
+    command = ["python", "-c", TRAININGS, root / "presets/cpu_smoke.yaml", json.dumps(changes), json.dumps(keys)]
+    done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_PREFLIGHT": "off"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    outcomes = json.loads(done.stdout.splitlines()[-1])
+    assert outcomes.pop("") == "trained"
+    assert outcomes.keys() == schema.COMPUTED_WITH and set(outcomes.values()) <= {"TypeError", "ValueError"}, outcomes
+
+
+def test_every_template_of_llamafactory_is_known() -> None:
+    assert schema.templates() == TEMPLATES.keys()
+    found = list(names.template(replace(RUN, template="qwen3_nothnk")))
+    assert found[0].set == {"template": "qwen3_nothink"}
+    assert list(names.template(replace(RUN, template="qwen3"))) == []
+    assert list(names.template(RUN)) == []
+
+
+@pytest.mark.parametrize("text", [None, "{}", "[]", "no JSON", '{"rows": {"file_name": "a.json"}}', '{"other": {}}'])
+@pytest.mark.parametrize("name", ["rows", "rowz"])
+def test_a_data_set_is_missing_where_llamafactory_finds_none(tmp_path: Path, text: str | None, name: str) -> None:
+    if text is not None:
+        (tmp_path / "dataset_info.json").write_text(text)
+    given = replace(RUN, dataset=(name,), dataset_dir=str(tmp_path))
+    try:
+        get_dataset_list([name], str(tmp_path))
+        fails = False
+    except ValueError:
+        fails = True
+    found = list(names.data_sets(given, trains=True))
+    assert [finding.severity for finding in found] == (["error"] if fails else [])
+    assert all(f"{tmp_path}/dataset_info.json" in finding.message for finding in found)
+    assert all(f"`{name}`" in finding.message or f"dataset: {name}" in finding.message for finding in found)
+
+
+def test_data_that_is_elsewhere_is_not_looked_for(tmp_path: Path) -> None:
+    away = replace(RUN, dataset_dir=str(tmp_path))
+    assert [finding.severity for finding in names.data_sets(away, trains=False)] == ["warning"]
+    for change in ({"dataset_dir": "ONLINE"}, {"dataset_dir": "REMOTE:a/b"}, {"tokenized_path": str(tmp_path)}):
+        assert list(names.data_sets(replace(away, **change), trains=True)) == []
+
+
+@pytest.mark.parametrize("name", ["use_galore", "use_apollo"])
+def test_the_optimizers_of_galore_and_apollo_are_llamafactorys(name: str) -> None:
+    source = inspect.getsource(getattr(trainer_utils, f"_create_{name.removeprefix('use_')}_optimizer"))
+    wrapped = re.findall(r"training_args\.optim (?:==|in) (.+):", source)
+    theirs = {optim for each in wrapped for optim in re.findall(r'"(\w+)"', each)}
+    assert theirs == set(arguments.LOW_RANK_OPTIMIZERS[name])
+    run = replace(RUN, **{name: True, "finetuning_type": "full"})
+    for optim in (*theirs, "adamw_torch_fused"):
+        found = list(arguments.low_rank_optimizer(replace(run, optim=optim)))
+        assert [finding.set for finding in found] == ([] if optim in theirs else [{"optim": "adamw_torch"}])
+
+
+@pytest.mark.parametrize("kind", ["lora", "full", "freeze", "oft"])
+@pytest.mark.parametrize(
+    "settings", [{"use_galore": True}, {"use_apollo": True}, {"use_badam": True}, {"loraplus_lr_ratio": 16.0}, {},
+                 {"use_badam": True, "loraplus_lr_ratio": 16.0}]
+)  # fmt: skip
+def test_methods_that_llamafactory_refuses_together_are_refused(kind: str, settings: dict[str, Any]) -> None:
+    def refuses(check: Callable[[], object]) -> bool:
+        try:
+            check()
+        except (ValueError, UserError):
+            return True
+        return False
+
+    ours = refuses(lambda: contradictions.refuse(replace(RUN, finetuning_type=kind, **settings)))
+    assert ours == refuses(lambda: FinetuningArguments(finetuning_type=kind, **settings))
+
+
+def test_a_small_data_set_makes_a_smaller_batch_in_one_process_only() -> None:
+    batches = BatchSampler(SequentialSampler(range(3)), batch_size=8, drop_last=False)
+    assert [len(batch) for batch in batches] == [3]
+    for rank in range(2):
+        assert [len(batch) for batch in BatchSamplerShard(batches, num_processes=2, process_index=rank)] == [8]
