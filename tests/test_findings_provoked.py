@@ -225,6 +225,15 @@ def small_buffers(place: Place) -> None:
     place.given["deepspeed"]["zero_optimization"]["offload_param"] |= {"nvme_path": "/nvme", "buffer_size": 1e6}
 
 
+def unlisted(place: Place) -> None:
+    (place.folder / "dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    place.given = {"dataset": "row", "dataset_dir": str(place.folder)}
+
+
+def without_list(place: Place) -> None:
+    place.given = {"dataset": "rows", "dataset_dir": str(place.folder / "nowhere")}
+
+
 def other_maker(place: Place) -> None:
     place.devices = cards.planned(gpu="mi300x")
 
@@ -266,6 +275,11 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "eval-batch": asks(**EVALUATES),
     "eager-attention": asks(flash_attn="disabled"),
     "fa3-refused": asks(flash_attn="fa3"),
+    "low-rank-optimizer": asks(finetuning_type="full", use_galore=True, optim="adamw_torch_fused"),
+    "template-unknown": asks(template="qwen33"),
+    "data-set-unknown": unlisted,
+    "data-list-missing": without_list,
+    "preset-for-more-gpus": asks("2x24gb_lora.yaml"),
     "many-workers": asks(preprocessing_num_workers=4096),
     "gpu-in-use": other_process,
     "gpu-unusable": unusable,
