@@ -1,12 +1,12 @@
-"""Times the steps of one LLaMA-Factory training with the watch on memory and without it, in pairs.
+"""Times the steps of one LLaMA-Factory training whose memory is watched in every other block of ten.
 
-usage: python scripts/bench_watch.py [--pairs 7] [--steps 60] [--json]
+usage: python scripts/bench_watch.py [--pairs 12] [--json]
 
-The same run is repeated in one process, by turns with LLAMAFACTORY_PREFLIGHT=off and =warn; every other pair begins
-with the other. On a CUDA card it is LoRA of Qwen3-0.6B with weights of zeros, else a model of two small layers on the
-CPU, whose noise is many times the cost of the watch. A last pair, which is not timed, counts what makes the CPU wait
-for the GPU: by torch's own warnings, and the calls that those leave out. The exit code is 1 if a step without logging
-waits more often with the watch, or if the median of the pairs is above 0.5 %.
+A block with the watch and one without stand side by side in the same run, by turns in either order, so that a machine
+that grows slower or faster does so for both; each has one step that logs. On a CUDA card it is LoRA of Qwen3-0.6B with
+weights of zeros, else a model of two small layers on the CPU. A second run, which is not timed, counts what makes the
+CPU wait for the GPU: by torch's own warnings, and the calls that those leave out. The exit code is 1 if a step without
+logging waits more often with the watch, or if the median of the pairs is above 0.5 %.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,26 +31,11 @@ import qwen3_shapes
 
 
 LIMIT = 0.005
-LOGGING_STEPS = 10
-WARM_STEPS = 5
+BLOCK = 10
+"""Steps, the last of which logs."""
 SYNC_WARNING = "called a synchronizing CUDA operation"
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"head_dim": 32, "intermediate_size": 256, "vocab_size": 2048, "max_window_layers": 2}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Timed:
-    """One run.
-
-    Attributes:
-        seconds: Of each step, from its begin to the next one's; the first few are left out.
-        watch_seconds: What the watch itself says it took in the training loop, or None without it.
-        waits: Synchronizations of each step by its number, as far as they were counted.
-    """
-
-    seconds: list[float]
-    watch_seconds: float | None
-    waits: dict[int, int]
 
 
 class Count:
@@ -106,72 +90,86 @@ def arguments(*, steps: int, on_gpu: bool) -> dict[str, Any]:
     settings = {
         "cutoff_len": 512,
         "max_steps": steps,
-        "logging_steps": LOGGING_STEPS,
+        "logging_steps": BLOCK,
         "gradient_accumulation_steps": 1,
     }
     return measure_runs.arguments({"id": name, "model": name, "args": size | settings})
 
 
-def trained(given: dict[str, Any], *, watched: bool, counts: bool = False) -> Timed:
-    """Runs it once in this process."""
+def is_watched(step: int) -> bool:
+    """Whether a step, counted from 1, belongs to a block with the watch: with, without, without, with, and so on."""
+    return (step - 1) // BLOCK % 4 in (0, 3)
+
+
+def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[float], float]:
+    """Runs it in this process: seconds of each step, from its begin to the next one's, and what the watch took."""
     from llamafactory.train import tuner
     from transformers import TrainerCallback
 
+    from llamafactory_preflight.watch.callback import MemoryWatch
+
     began: list[float] = []
-    count = Count()
+    callbacks: list[Any] = []
 
     class Clock(TrainerCallback):  # type: ignore[misc]
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            (watch,) = (callback for callback in callbacks if isinstance(callback, MemoryWatch))
+            watch.is_broken = not is_watched(state.global_step + 1)
             began.append(time.perf_counter())
-            count.step = state.global_step + 1
+            if count is not None:
+                count.step = state.global_step + 1
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            count.step = 0
+            began.append(time.perf_counter())
+            if count is not None:
+                count.step = 0
 
-    os.environ["LLAMAFACTORY_PREFLIGHT"] = "warn" if watched else "off"
-    record = Path(given["output_dir"]) / "preflight.json"
-    shutil.rmtree(record.parent, ignore_errors=True)
-    with count.counting() if counts else contextlib.nullcontext():
-        tuner.run_exp(dict(given), callbacks=[Clock()])
-    if watched != record.is_file():
-        raise RuntimeError("the watch was " + ("not there" if watched else "there, although it was switched off"))
-    taken = json.loads(record.read_text())["ranks"][0]["watch_seconds"] if watched else None
-    seconds = [later - earlier for earlier, later in itertools.pairwise(began)][WARM_STEPS:]
-    return Timed(seconds=seconds, watch_seconds=taken, waits={s: n for s, n in count.by_step.items() if s > 0})
+    callbacks.append(Clock())
+    shutil.rmtree(given["output_dir"], ignore_errors=True)
+    with count.counting() if count is not None else contextlib.nullcontext():
+        tuner.run_exp(dict(given), callbacks=callbacks)
+    taken = json.loads((Path(given["output_dir"]) / "preflight.json").read_text())["ranks"][0]["watch_seconds"]
+    return [later - earlier for earlier, later in itertools.pairwise(began)], taken
 
 
-def compared(pairs: list[tuple[Timed, Timed]], steps: int) -> dict[str, Any]:
-    """The figures of timed pairs, each without the watch and with it."""
+def compared(seconds: list[float], watch_seconds: float) -> dict[str, Any]:
+    """The figures of the pairs of blocks; the first pair warms up."""
+    blocks = [seconds[start : start + BLOCK] for start in range(0, len(seconds), BLOCK)]
+    pairs = [
+        (first, second) if is_watched(BLOCK * number + 1) else (second, first)
+        for number, (first, second) in enumerate(itertools.pairwise(blocks))
+        if number % 2 == 0 and number
+    ]
 
     def difference(middle: Callable[[list[float]], float]) -> dict[str, float]:
-        each = [middle(watched.seconds) / middle(alone.seconds) - 1 for alone, watched in pairs]
+        each = [middle(watched) / middle(alone) - 1 for watched, alone in pairs]
         return {"median": statistics.median(each), "lowest": min(each), "highest": max(each)}
 
-    own = [(watched.watch_seconds or 0) / steps / statistics.median(watched.seconds) for _, watched in pairs]
+    step = statistics.median(statistics.median(alone) for _, alone in pairs)
     return {
         "pairs": len(pairs),
-        "step_seconds": statistics.median(statistics.median(alone.seconds) for alone, _ in pairs),
+        "step_seconds": step,
         "difference_of_medians": difference(statistics.median),
         "difference_of_means": difference(statistics.mean),
-        "own_clock": statistics.median(own),
+        "own_clock": watch_seconds / (len(seconds) / 2) / step,
     }
 
 
-def waiting(alone: Timed, watched: Timed, steps: int) -> dict[str, dict[str, float]]:
-    """Synchronizations a step, of those that log and of the others; the first ones and the last are left out."""
+def waiting(waits: dict[int, int], steps: int) -> dict[str, dict[str, float]]:
+    """Synchronizations a step that logs and of others; the first two blocks and the last step are left out."""
     figures: dict[str, dict[str, float]] = {}
     for name, logs in (("logged", True), ("other", False)):
-        chosen = [step for step in range(WARM_STEPS + 1, steps) if (step % LOGGING_STEPS == 0) is logs]
+        chosen = [step for step in range(2 * BLOCK + 1, steps) if (step % BLOCK == 0) is logs]
         figures[name] = {
-            arm: statistics.mean(run.waits.get(step, 0) for step in chosen)
-            for arm, run in (("without", alone), ("with", watched))
+            arm: statistics.mean(waits.get(step, 0) for step in chosen if is_watched(step) is watched)
+            for arm, watched in (("without", False), ("with", True))
         }
     return figures
 
 
 def told(result: dict[str, Any]) -> str:
     """The result for people."""
-    lines = [f"step {result['step_seconds'] * 1000:.2f} ms, {result['pairs']} pairs"]
+    lines = [f"step {result['step_seconds'] * 1000:.2f} ms, {result['pairs']} pairs of {BLOCK} steps"]
     for name, words in (("difference_of_medians", "median step"), ("difference_of_means", "mean step")):
         seen = result[name]
         lines.append(
@@ -186,14 +184,13 @@ def told(result: dict[str, Any]) -> str:
 def main() -> int:
     """Runs all pairs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that are timed")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args()
-    if options.pairs < 1 or options.steps < 2 * LOGGING_STEPS:
-        parser.error(f"it takes a pair and {2 * LOGGING_STEPS} steps")
+    if options.pairs < 1:
+        parser.error("it takes a pair")
     os.environ.update({name: value for name, value in measure_runs.ENVIRONMENT.items() if "PREFLIGHT" not in name})
-    os.environ["LLAMAFACTORY_TEMPLATE"] = "off"
+    os.environ |= {"LLAMAFACTORY_TEMPLATE": "off", "LLAMAFACTORY_PREFLIGHT": "warn"}
     with contextlib.suppress(ImportError):
         sys.path.append(str(Path(__file__).resolve().parents[1] / "plugin"))  # where the package is not installed
         from llamafactory_preflight import _startup
@@ -202,17 +199,12 @@ def main() -> int:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    given = arguments(steps=options.steps, on_gpu=on_gpu)
-    run = functools.partial(trained, given)
-    for watched in (False, True):
-        run(watched=watched)  # caches, clocks and kernels
-    pairs = []
-    for number in range(options.pairs):
-        pair = {watched: run(watched=watched) for watched in ((False, True) if number % 2 else (True, False))}
-        pairs.append((pair[False], pair[True]))
-    result = compared(pairs, options.steps) | {"waits": {}}
+    steps = 2 * BLOCK * (options.pairs + 1)
+    result = compared(*trained(arguments(steps=steps, on_gpu=on_gpu))) | {"waits": {}}
     if on_gpu:
-        result["waits"] = waiting(*(run(watched=watched, counts=True) for watched in (False, True)), options.steps)
+        count, few = Count(), 6 * BLOCK
+        trained(arguments(steps=few, on_gpu=True), count=count)
+        result["waits"] = waiting(count.by_step, few)
     print(json.dumps(result) if options.json else told(result), flush=True)
     waits_more = on_gpu and result["waits"]["other"]["with"] > result["waits"]["other"]["without"]
     return int(waits_more or result["difference_of_medians"]["median"] > LIMIT)

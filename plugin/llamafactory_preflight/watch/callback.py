@@ -79,8 +79,7 @@ class MemoryWatch(TrainerCallback):
         """All is in place for the first step."""
         if self._counters is None:  # PPO's own loop tells of no earlier event
             self._prepare(args)
-        self._enter("forward_backward")
-        self.state.held_bytes["load"] = self._current()
+        self.state.held_bytes["load"] = self._enter("forward_backward")
         self._hook = kwargs["model"].register_forward_pre_hook(self._on_forward, with_kwargs=True)
         self._log_with_memory()
         step = Settings.from_environment().snapshot
@@ -93,7 +92,8 @@ class MemoryWatch(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Before the first micro-batch of a step."""
         self.state.step = state.global_step + 1
-        self._enter("forward_backward")
+        if self.state.phase != "forward_backward":
+            self._enter("forward_backward")
         with self._recorded() as snapshot:
             if snapshot is not None:
                 snapshot.begin(kwargs["model"])
@@ -116,8 +116,9 @@ class MemoryWatch(TrainerCallback):
     @_timed
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Gradients are gone again; what comes next stands in `control`, which the default callback has set."""
-        self._enter("evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward")
-        self.state.held_bytes["steps"] = self._current()
+        self.state.held_bytes["steps"] = self._enter(
+            "evaluate" if control.should_evaluate else "save" if control.should_save else "forward_backward"
+        )
         with self._recorded() as snapshot:
             if snapshot is not None:
                 self._snapshot = None
@@ -188,18 +189,18 @@ class MemoryWatch(TrainerCallback):
                 snapshot.stop()
         self._recording_seconds += time.perf_counter() - began if snapshot is not None else 0
 
-    def _enter(self, phase: str, *, seen: str | None = None) -> None:
-        """Counts the peak to the phase that ends, or to `seen`, and begins the next."""
+    def _enter(self, phase: str, *, seen: str | None = None) -> int:
+        """Counts the peak to the phase that ends, or to `seen`, and begins the next; returns what is allocated."""
         if self._counters is None:
-            return
+            return 0
         self.state.phase = seen or self.state.phase
-        self.state.note(*self._counters.peaks())
+        reading = self._counters.read()
+        self.state.note(reading.peak_allocated, reading.peak_reserved)
         self._counters.restart()
         self.state.phase = phase
+        return reading.allocated
 
-    def _current(self) -> int:
-        return self._counters.current()[0] if self._counters is not None else 0
-
+    @_timed
     def _on_forward(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ids = kwargs.get("input_ids", args[0] if args else None)
         shape = tuple(getattr(ids, "shape", ()))
@@ -228,12 +229,12 @@ class MemoryWatch(TrainerCallback):
         """Adds what is in use now and the peak since the start."""
         if self._counters is None:
             return
-        self.state.note(*self._counters.peaks())
-        allocated, reserved = self._counters.current()
+        reading = self._counters.read()
+        self.state.note(reading.peak_allocated, reading.peak_reserved)
         peak = self.state.peak()
         self.state.host_peak_bytes = host_peak_bytes()
         if not self.state.on_gpu:
-            logs |= {"host_mem_gib": _rounded(allocated), "host_mem_peak_gib": _rounded(self.state.host_peak_bytes)}
+            logs |= {"host_mem_gib": _rounded(reading.allocated), "host_mem_peak_gib": _rounded(self.state.host_peak_bytes)}
             return
         free = self._counters.free()
         if free is not None:
@@ -241,8 +242,8 @@ class MemoryWatch(TrainerCallback):
             self.state.least_free_bytes = free if least is None else min(least, free)
             logs["gpu_mem_free_gib"] = _rounded(free)
         logs |= {
-            "gpu_mem_allocated_gib": _rounded(allocated),
-            "gpu_mem_reserved_gib": _rounded(reserved),
+            "gpu_mem_allocated_gib": _rounded(reading.allocated),
+            "gpu_mem_reserved_gib": _rounded(reading.reserved),
             "gpu_mem_peak_allocated_gib": _rounded(peak.allocated),
             "gpu_mem_peak_reserved_gib": _rounded(peak.reserved),
         }

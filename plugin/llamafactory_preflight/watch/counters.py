@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 import resource
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -17,16 +16,22 @@ from llamafactory_preflight.settings import is_enabled
 STATUS = Path("/proc/self/status")
 
 
+class Reading(NamedTuple):
+    """Bytes in use now, and the most since the last call of `restart`."""
+
+    peak_allocated: int
+    peak_reserved: int
+    allocated: int
+    reserved: int
+
+
 class Counters(Protocol):
-    """Peaks since the last call of `restart`, in bytes."""
+    """What memory a process uses, and used at its height."""
 
     on_gpu: bool
 
-    def peaks(self) -> tuple[int, int]:
-        """Allocated and reserved."""
-
-    def current(self) -> tuple[int, int]:
-        """Allocated and reserved now."""
+    def read(self) -> Reading:
+        """All of it at once."""
 
     def restart(self) -> None:
         """Begins a new peak."""
@@ -47,16 +52,12 @@ class CudaCounters:
     def __init__(self, *, shared: bool) -> None:
         self._shared = shared
 
-    def peaks(self) -> tuple[int, int]:
-        """Allocated and reserved."""
+    def read(self) -> Reading:
+        """All of it at once."""
         # max_memory_allocated would flatten the same mapping first, which takes four times as long.
         stats = torch.cuda.memory_stats_as_nested_dict()
-        return stats["allocated_bytes"]["all"]["peak"], stats["reserved_bytes"]["all"]["peak"]
-
-    def current(self) -> tuple[int, int]:
-        """Allocated and reserved now."""
-        stats = torch.cuda.memory_stats_as_nested_dict()
-        return stats["allocated_bytes"]["all"]["current"], stats["reserved_bytes"]["all"]["current"]
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
+        return Reading(allocated["peak"], reserved["peak"], allocated["current"], reserved["current"])
 
     def restart(self) -> None:
         """Begins a new peak."""
@@ -73,15 +74,10 @@ class HostCounters:
 
     on_gpu = False
 
-    def peaks(self) -> tuple[int, int]:
-        """The peak, twice."""
-        peak = host_peak_bytes()
-        return peak, peak
-
-    def current(self) -> tuple[int, int]:
-        """What is resident now, twice."""
-        resident = _status("VmRSS")
-        return resident, resident
+    def read(self) -> Reading:
+        """Peak and present size, each twice."""
+        peak, resident = _status("VmHWM", "VmRSS")
+        return Reading(peak, peak, resident, resident)
 
     def restart(self) -> None:
         """Does nothing."""
@@ -105,7 +101,7 @@ def counters(*, device_type: str, other_reader: bool) -> Counters:
 
 def host_peak_bytes() -> int:
     """The most that was resident of this process, or 0 where the system does not tell."""
-    return _status("VmHWM")
+    return _status("VmHWM")[0]
 
 
 def host_room_bytes() -> int | None:
@@ -114,13 +110,15 @@ def host_room_bytes() -> int | None:
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit == resource.RLIM_INFINITY:
         return room
-    left = max(0, limit - _status("VmSize"))
+    left = max(0, limit - _status("VmSize")[0])
     return left if room is None else min(left, room)
 
 
-def _status(name: str) -> int:
+def _status(*names: str) -> list[int]:
+    """Sizes by their names in the system's file on this process; 0 where it has none."""
     try:
-        match = re.search(rf"^{name}:\s+(\d+) kB", STATUS.read_text(), re.MULTILINE)
+        lines = STATUS.read_text().splitlines()
     except OSError:
-        return 0
-    return int(match.group(1)) * 1024 if match else 0
+        lines = []
+    sizes = {line[: line.index(":")]: line.split()[1] for line in lines if line.startswith(names)}
+    return [int(sizes.get(name, 0)) * 1024 for name in names]
