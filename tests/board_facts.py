@@ -17,6 +17,7 @@ from typing import Any
 from llamafactory.webui import common
 
 from llamafactory_preflight import presets
+from llamafactory_preflight.board import actions as actions_module
 from llamafactory_preflight.board import adapter, configs, fields, place
 
 
@@ -37,9 +38,31 @@ def panel_seconds(data: dict[Any, Any]) -> float:
     return median(times)
 
 
+def overlapping(data: dict[Any, Any]) -> dict[str, str | None]:
+    """What the panel is told of two questions, where the second comes while the first one is looked at."""
+    told: dict[str, str | None] = {}
+    looks = actions_module.look
+
+    def meanwhile(*given: Any, **named: Any) -> Any:
+        actions_module.look = looks
+        told["second"] = text(refresh(data, REQUEST))
+        return looks(*given, **named)
+
+    actions_module.look = meanwhile
+    told["first"] = text(refresh(data | {actions.ours["num_cards"]: "several"}, REQUEST))
+    told["again"] = text(refresh_again(REQUEST))
+    told["once more"] = text(refresh_again(REQUEST))
+    return told
+
+
+def text(updates: dict[Any, Any]) -> str | None:
+    return updates[actions.ours["panel"]].get("value")
+
+
 new = configs.NewBoard()
 functions = new.blocks.fns.values()
-refresh = next(item.fn for item in functions if getattr(item.fn, "__name__", "") == "refresh")
+named = {getattr(item.fn, "__name__", ""): item.fn for item in functions}
+refresh, refresh_again = named["refresh"], named["refresh_again"]
 actions = refresh.__self__
 runs, unplaced, seconds = {}, {}, {}
 for preset in presets.available():
@@ -62,6 +85,7 @@ print(
                 identifier for identifier in fields.ELEMENTS.values() if identifier not in new.elements
             ),
             "seconds": seconds,
+            "overlapping": overlapping(data | cards),
             "bound": len(list(functions)),
         }
     ),

@@ -292,6 +292,12 @@ def test_the_panel_of_every_preset_is_quick(facts: dict[str, Any]) -> None:
     assert {name: seconds for name, seconds in facts["seconds"].items() if seconds > PANEL_SECONDS} == {}
 
 
+def test_the_panel_is_told_only_of_what_was_asked_last(facts: dict[str, Any]) -> None:
+    told = facts["overlapping"]
+    assert told["first"] is None and told["once more"] is None
+    assert all("Will not fit" in told[name] for name in ("second", "again"))
+
+
 def test_presets_are_copied_for_the_boards_own_loader(run: Any, tmp_path: Path) -> None:
     import yaml
 

@@ -174,6 +174,38 @@ def test_the_panel_follows_the_fields(page: board.BoardPage) -> None:
     screenshot(page, "panel")
 
 
+# The second look of the first question is kept back for a while.
+LATE = """() => {
+  const {components, dependencies} = window.gradio_config;
+  const tick = components.find(item => item.props.elem_id === "preflight-tick").id;
+  const asked = dependencies.find(item => item.targets.some(([id]) => id === tick)).id;
+  const again = dependencies.find(item => item.trigger_after === asked).id;
+  const plain = window.fetch;
+  window.late = 0;
+  window.fetch = async (...given) => {
+    if (String(given[0]).includes("/run/") && JSON.parse(given[1].body).fn_index === again && window.late++ === 0)
+      await new Promise(done => setTimeout(done, 3000));
+    return plain(...given);
+  };
+}"""
+
+
+def test_the_panel_ends_with_the_last_fields_however_late_a_second_look_is(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    page.page.evaluate(LATE)
+    page.type("Batch size", "3")
+    page.type("Batch size", "4")
+    page.page.wait_for_timeout(3000)
+    page.settle()
+    panel, remedies = page.panel(), page.page.locator(".preflight-remedies button:visible").all_inner_texts()
+    assert page.page.evaluate("window.late") == 2 and remedies
+    page.type("Batch size", "5")
+    assert page.panel() != panel
+    page.type("Batch size", "4")
+    assert page.panel() == panel
+    assert page.page.locator(".preflight-remedies button:visible").all_inner_texts() == remedies
+
+
 def test_a_remedy_sets_the_fields_and_can_be_undone(page: board.BoardPage) -> None:
     page.preset("24 GB", "24gb_lora")
     filled = page.command()

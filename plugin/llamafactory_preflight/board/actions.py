@@ -15,7 +15,7 @@ from llamafactory_preflight import handoff, paths, report
 from llamafactory_preflight.board import adapter, fields, menu, panel, place, session, template_check
 from llamafactory_preflight.board.look import MODELS, look
 from llamafactory_preflight.board.place import Placement, Values
-from llamafactory_preflight.board.session import Change, Session
+from llamafactory_preflight.board.session import Change, Session, View
 from llamafactory_preflight.board.words import say
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.presets import Preset, with_absolute_paths
@@ -73,10 +73,10 @@ class Actions:
     def remedy(self, number: int, data: Data, request: gr.Request) -> Updates:
         """A remedy was pressed."""
         current, values = session.of(request), self._values(data)
-        if number >= len(current.remedies):
+        if number >= len(current.view.remedies):
             return self._nothing()
         try:
-            placement = place.change(self.board, current.remedies[number], values)
+            placement = place.change(self.board, current.view.remedies[number], values)
         except UserError as error:
             return self._told(panel.message("faulty", self._lang(data), error.text))
         return self._applied(placement, values, current, self._lang(data))
@@ -108,28 +108,36 @@ class Actions:
 
     def refresh(self, data: Data, request: gr.Request) -> Updates:
         """Something changed: the memory panel and the template check."""
-        return self._refreshed(data, request, proposes=False)
+        current = session.of(request)
+        view = current.view = View(data=data)
+        return self._refreshed(view, current, proposes=False)
 
-    def refresh_again(self, data: Data, request: gr.Request) -> Updates:
-        """After `refresh`: once more with what takes longer, the hub's answer and the remedies."""
-        if not session.of(request).is_unfinished:
+    def refresh_again(self, request: gr.Request) -> Updates:
+        """After `refresh`: the same once more with what takes longer, the hub's answer and the remedies.
+
+        It looks at what was last seen, not at the page, which may hold something else by now.
+        """
+        current = session.of(request)
+        view = current.view
+        if not view.is_unfinished:
             return {self.ours["panel"]: gr.update()}
-        MODELS.wait()
-        return self._refreshed(data, request, proposes=True)
+        view.is_unfinished = False
+        MODELS.wait(lambda: current.view is view)
+        return self._refreshed(view, current, proposes=True)
 
-    def _refreshed(self, data: Data, request: gr.Request, *, proposes: bool) -> Updates:
-        current, values, lang = session.of(request), self._values(data), self._lang(data)
+    def _refreshed(self, view: View, current: Session, *, proposes: bool) -> Updates:
+        values, lang = self._values(view.data), self._lang(view.data)
         buttons: list[str] = []
-        current.remedies, current.is_unfinished = (), False
+        is_unfinished = False
         try:
-            shown, buttons = self._looked(values, data, current, proposes=proposes)
+            shown, buttons, is_unfinished = self._looked(values, view, proposes=proposes)
         except UserError as error:
             shown = panel.message("faulty", lang, error.text)
         except Exception as error:
             handoff.warn_once(f"the memory panel has a fault ({type(error).__name__}: {error})")
             shown = panel.message("fault", lang)
         last = current.changes[-1:]
-        return {
+        updates = {
             self.ours["panel"]: gr.update(value=shown),
             self.ours["remedies_box"]: gr.update(visible=bool(buttons)),
             self.ours["remedies_title"]: gr.update(value=panel.page(f"<p>{escape(_offer(buttons, lang))}</p>")),
@@ -140,6 +148,10 @@ class Actions:
             self.ours["changes"]: gr.update(value=_as_table(last[0], lang)) if last else gr.update(),
             **self._template(values, lang),
         }
+        if current.view is not view:  # asked again meanwhile, and that answer may be there already
+            return {self.ours["panel"]: gr.update()}
+        view.is_unfinished = is_unfinished
+        return updates
 
     def sample_soon(self, lang: str) -> Any:
         """A sample was asked for."""
@@ -167,19 +179,19 @@ class Actions:
             return gr.update(visible=False)
         return gr.update(value=panel.page(f"<p>{escape(text)}</p>"), visible=True)
 
-    def _looked(self, values: Values, data: Data, current: Session, *, proposes: bool) -> tuple[str, list[str]]:
-        lang = self._lang(data)
+    def _looked(self, values: Values, view: View, *, proposes: bool) -> tuple[str, list[str], bool]:
+        data, lang = view.data, self._lang(view.data)
         if not values[fields.MODEL_PATH]:
-            return panel.message("no_model", lang), []
+            return panel.message("no_model", lang), [], False
         arguments = adapter.as_sent(self.board.parse(values))
         card, num_cards = menu.card(data[self.ours["card"]]), data[self.ours["num_cards"]]
         looked = look(arguments, card=card, num_cards=num_cards, proposes=proposes)
-        current.is_unfinished = looked.asking or (looked.may_have_remedies and not proposes)
         if looked.asking:
-            return panel.message("asking", lang), []
+            return panel.message("asking", lang), [], True
         proposed = looked.result.remedies[: len(self.ours["remedies"])]
-        current.remedies = tuple(remedy.set for remedy in proposed)
-        return panel.panel(looked.result, lang, proposes=proposes), [panel.remedy(remedy, lang) for remedy in proposed]
+        view.remedies = tuple(remedy.set for remedy in proposed)
+        buttons = [panel.remedy(remedy, lang) for remedy in proposed]
+        return panel.panel(looked.result, lang, proposes=proposes), buttons, looked.may_have_remedies and not proposes
 
     def _template(self, values: Values, lang: str | None) -> Updates:
         given, said, button = str(values[fields.TEMPLATE]), self.ours["template_words"], self.ours["template_use"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
@@ -69,7 +69,9 @@ class Lookup:
             raise StillAsking(f"The hub is asked about {name}")
         return question.answer.result()
 
-    def wait(self) -> None:
-        """Waits until everything that was asked is answered, but not for long."""
+    def wait(self, matters: Callable[[], bool] = lambda: True) -> None:
+        """Waits until everything that was asked is answered, but not for long, and only while it matters."""
+        deadline = time.monotonic() + LONGEST_WAIT_SECONDS
         pending = [question.answer for question in self._questions.values() if not question.answer.done()]
-        wait(pending, timeout=LONGEST_WAIT_SECONDS)
+        while pending and matters() and time.monotonic() < deadline:
+            pending = list(wait(pending, timeout=0.1).not_done)

@@ -79,8 +79,9 @@ class Page:
         watched = [item for name, item in inputs.items() if name not in ("train.config_path", "train.output_dir")]
         changes = [item.change for item in (*watched, ours["card"], ours["num_cards"])]
         gr.on(changes, None, js=DEBOUNCE, **QUIET)
-        seen = ours["tick"].click(actions.refresh, every, shows, trigger_mode="always_last", **raw)
-        seen.then(actions.refresh_again, every, shows, **raw)
+        asked = ours["tick"].click(actions.refresh, every, shows, trigger_mode="always_last", **raw)
+        # Once an answer, also while an earlier one is still looked for, which `Actions` will not show then.
+        asked.then(actions.refresh_again, None, shows, trigger_mode="multiple", **QUIET)
         ours["sample"].click(actions.sample_soon, [inputs["top.lang"]], [ours["sample_view"]], **QUIET).then(
             actions.sample, every, [ours["sample_view"]], preprocess=False, show_progress="hidden", show_api=False
         )

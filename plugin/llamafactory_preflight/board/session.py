@@ -44,6 +44,21 @@ class Change:
 
 
 @dataclass(kw_only=True, slots=True)
+class View:
+    """What the memory panel was asked about, and what came of it. Of two that overlap, each has its own.
+
+    Attributes:
+        data: What the page held, by element.
+        remedies: What the buttons below the panel set.
+        is_unfinished: Whether the hub had not answered, or remedies were not looked for, when the panel was drawn.
+    """
+
+    data: Mapping[Any, Any] = field(default_factory=dict)
+    remedies: tuple[Mapping[str, Any], ...] = ()
+    is_unfinished: bool = False
+
+
+@dataclass(kw_only=True, slots=True)
 class Session:
     """One open page.
 
@@ -53,8 +68,7 @@ class Session:
         written: Arguments of the preset that was chosen last; Preview shows those that are false, too.
         chosen: Values that a preset put there, so that they are no choice of the user's.
         asked: The command that would not fit and that the user was asked about.
-        remedies: What the buttons below the panel set.
-        is_unfinished: Whether the hub had not answered, or remedies were not looked for, when the panel was drawn.
+        view: What the panel was asked about last; the answer to an earlier one is not shown.
     """
 
     awaited: dict[str, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
@@ -62,8 +76,7 @@ class Session:
     written: frozenset[str] = frozenset()
     chosen: Values = field(default_factory=dict)
     asked: str = ""
-    remedies: tuple[Mapping[str, Any], ...] = ()
-    is_unfinished: bool = False
+    view: View = field(default_factory=View)
 
     def expect(self, values: Values, before: Values | None = None) -> None:
         """Notes what the board's handlers shall answer when the browser reports the elements just filled.
