@@ -160,6 +160,7 @@ def test_a_rank_that_the_kernel_kills_is_spoken_for_by_the_parent_and_a_run_by_t
     )
     alone = run(["bash", "-c", inside.replace("plot_loss", "save_steps=9 plot_loss")], cwd=tmp_path, env=ENV)
     assert alone.returncode == -9 and "ended without a word" not in alone.stderr
-    begun = run(["llamafactory-cli", "train", *command(tiny_model, "out", no_such_argument=1)], cwd=tmp_path, env=ENV)
+    refused = command(tiny_model, "out", finetuning_type="full", quantization_bit=8)
+    begun = run(["llamafactory-cli", "train", *refused], cwd=tmp_path, env=ENV)
     assert begun.returncode == 1
     assert " ".join(begun.stderr.split()).count("rank 0 ended without a word in the forward or backward pass") == 1

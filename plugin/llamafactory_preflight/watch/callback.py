@@ -234,7 +234,10 @@ class MemoryWatch(TrainerCallback):
         peak = self.state.peak()
         self.state.host_peak_bytes = host_peak_bytes()
         if not self.state.on_gpu:
-            logs |= {"host_mem_gib": _rounded(reading.allocated), "host_mem_peak_gib": _rounded(self.state.host_peak_bytes)}
+            logs |= {
+                "host_mem_gib": _rounded(reading.allocated),
+                "host_mem_peak_gib": _rounded(self.state.host_peak_bytes),
+            }
             return
         free = self._counters.free()
         if free is not None:
