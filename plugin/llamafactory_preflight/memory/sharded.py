@@ -104,8 +104,8 @@ class ShardedEstimator(Estimator):
         hooks = self._hooks(ledger, coordinator)
         for gradients.boundary in (True, True):
             self._follow(ledger, gradients, hooks)
-        coordinator.release_all()
-        coordinator.gather_persistent()
+            coordinator.release_all()
+            coordinator.gather_persistent()
         ledger.take_peak()
         batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
         for _ in range(2):
