@@ -11,6 +11,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 cd "$ROOT"
 
 TESTS=(tests/test_hooks.py tests/test_launch.py tests/test_arguments.py tests/test_run.py tests/test_schema.py
+  tests/test_mistakes.py tests/test_mistakes_real.py
   tests/test_presets_run.py tests/test_families.py tests/test_template_rules.py tests/test_template_fixer.py
   tests/test_template_faults.py tests/test_template_matrix.py tests/test_template_export.py
   tests/test_template_board.py tests/test_template_files.py tests/test_ollama.py tests/test_board.py tests/test_board_browser.py)

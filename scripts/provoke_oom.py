@@ -58,8 +58,8 @@ CASES: list[dict[str, Any]] = [
         "says": "in the evaluation after step 1", "remedy": True,
     },
     {
-        "id": "save", "cap_gib": 4, "args": FULL | {"cutoff_len": 64, "save_strategy": "steps", "save_steps": 2},
-        "in_save_gib": 2, "says": "while saving after step 2", "remedy": True,
+        "id": "save", "cap_gib": 5, "args": FULL | {"cutoff_len": 64, "save_strategy": "steps", "save_steps": 2},
+        "in_save_gib": 3, "says": "while saving after step 2", "remedy": True,
     },
     {
         "id": "neighbour", "leave_gib": 3, "args": {"per_device_train_batch_size": 8},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import accuracy  # noqa: E402
+from llamafactory_preflight.watch.state import WORDS  # noqa: E402
 
 
 FOLDERS = sorted(path.parent for path in accuracy.MEASURED.glob("*/measured.jsonl"))
@@ -129,6 +131,22 @@ def test_remedies_ran_under_their_cap_with_the_peak_that_they_promised() -> None
     assert all(row["peak_allocated_gib"] < cases[row["id"]]["cap_gib"] and cases[row["id"]]["before"] for row in rows)
     errors = {row["id"]: promised[row["id"]] / row["peak_allocated_gib"] - 1 for row in rows}
     assert {name: error for name, error in errors.items() if abs(error) > 0.02} == {}
+
+
+def test_every_shortage_that_was_provoked_on_a_gpu_was_named_and_what_was_proposed_ran() -> None:
+    lines = (accuracy.MEASURED / "out_of_memory.jsonl").read_text().splitlines()
+    rows = {row["id"]: row for row in map(json.loads, lines)}
+    phases = {
+        "load": "load", "forward": "forward_backward", "late": "forward_backward", "optimizer": "optimizer_step",
+        "evaluate": "evaluate", "save": "save", "neighbour": "forward_backward",
+    }  # fmt: skip
+    assert rows.keys() == phases.keys()
+    assert [name for name, phase in phases.items() if WORDS[phase] not in rows[name]["told"]] == []
+    assert {row["exception"] for row in rows.values()} == {"OutOfMemoryError"}
+    proposed = {name: row["remedy"]["finished"] for name, row in rows.items() if "remedy" in row}
+    assert proposed == dict.fromkeys(("forward", "late", "optimizer", "evaluate"), True)
+    assert "of step 6" in rows["late"]["told"] and "checkpoint-2" in rows["save"]["told"]
+    assert re.search(r"Process \d+ \(python3\) has 136\.79 GiB", rows["neighbour"]["told"])
 
 
 def test_verdicts_agree_with_what_happened_under_a_cap(rows: list[accuracy.Row]) -> None:
