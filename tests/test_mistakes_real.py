@@ -68,6 +68,12 @@ def test_every_template_of_llamafactory_is_known() -> None:
     assert list(names.template(RUN)) == []
 
 
+def test_a_template_that_the_program_itself_registers_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [found.id for found in names.template(replace(RUN, template="mine"))] == ["template-unknown"]
+    monkeypatch.setitem(TEMPLATES, "mine", TEMPLATES["qwen3"])
+    assert list(names.template(replace(RUN, template="mine"))) == []
+
+
 @pytest.mark.parametrize("text", [None, "{}", "[]", "no JSON", '{"rows": {"file_name": "a.json"}}', '{"other": {}}'])
 @pytest.mark.parametrize("name", ["rows", "rowz"])
 def test_a_data_set_is_missing_where_llamafactory_finds_none(tmp_path: Path, text: str | None, name: str) -> None:
