@@ -428,7 +428,7 @@ def test_a_mistake_in_what_is_to_be_shown_is_one_sentence(
     command = ["llamafactory-cli", "template", root / "presets/cpu_smoke.yaml", f"model_name_or_path={tiny_model}"]
     for mistake, said in (
         ("--html=no/page.html", "The folder of no/page.html does not exist"),
-        ("template=nothing", "LLaMA-Factory refuses this run: Template nothing does not exist."),
+        ("template=nothing", "LLaMA-Factory has no `template: nothing`. The nearest are"),
     ):
         done = run([*command, mistake], cwd=tmp_path, timeout=600)
         assert done.returncode == 2

@@ -21,6 +21,10 @@ from llamafactory_preflight.software import Software
 from llamafactory_preflight.templates import view
 
 
+LAUNCHED = ("deepspeed", "fsdp", "fsdp_config")
+"""Arguments that decide nothing about samples, and may name files of another machine."""
+
+
 def run(file: str, overrides: Sequence[str], *, num_samples: int, html: Path | None, as_json: bool) -> int:
     """Prints samples of a run as the model will see them.
 
@@ -43,6 +47,7 @@ def run(file: str, overrides: Sequence[str], *, num_samples: int, html: Path | N
     if importlib.util.find_spec("llamafactory") is None:
         raise UserError("LLaMA-Factory is not installed in this environment", next_step="pip install llamafactory")
     given = arguments.read("-" if file == "-" else Path(file), overrides)
+    given = {key: value for key, value in given.items() if key not in LAUNCHED}
     given, _ = paths.resolve(given, beside=Path(file).resolve().parent)
     _check(given, file, overrides)
     with redirect_stdout(sys.stderr):  # LLaMA-Factory logs to standard output, which is for the samples

@@ -18,7 +18,6 @@ from llamafactory_preflight.templates.view import Piece, Sample
 
 
 NUM_LOOKED_AT = 1000
-LAUNCHED = ("deepspeed", "fsdp", "fsdp_config")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +55,8 @@ def show(arguments: dict[str, Any], *, num_samples: int) -> Shown:
 
 
 def _show(arguments: dict[str, Any], num_samples: int) -> Shown:
-    # Samples are the same on any machine, so nothing is asked that needs a card or several processes.
+    # Samples are the same on any machine, so nothing is asked that needs a card.
     given = {"output_dir": "saves", "report_to": "none", **arguments, "use_cpu": True}
-    given = {key: value for key, value in given.items() if key not in LAUNCHED}
     model_args, data_args, training_args, finetuning_args, _ = parser._parse_train_args(given)
     if data_args.dataset is None:
         raise UserError("The run has no dataset", next_step="Set `dataset`")
