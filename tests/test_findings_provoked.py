@@ -166,6 +166,16 @@ def weights_to_download(place: Place) -> None:
     place.patch.setattr(host, "free_disk_bytes", lambda path: 4 * GIB)
 
 
+def full_nvme(place: Place) -> None:
+    deepspeed_missing(place)
+    section = {"device": "nvme", "nvme_path": str(place.folder)}
+    place.given = {
+        "finetuning_type": "full", "save_strategy": "no",
+        "deepspeed": {"bf16": {"enabled": "auto"}, "zero_optimization": {"stage": 3, "offload_optimizer": section}},
+    }  # fmt: skip
+    place.patch.setattr(host, "free_disk_bytes", lambda path: 4 * GIB)
+
+
 def unusable(place: Place) -> None:
     install(Driver(failure=Driver.NVML_ERROR_LIB_RM_VERSION_MISMATCH), place.patch)
     place.devices = None
@@ -293,6 +303,7 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "disk-data": data_of(2000),
     "disk-checkpoints": full_disk,
     "disk-weights": weights_to_download,
+    "disk-offloaded": full_nvme,
     "checkpoints-unlimited": roomier_disk,
 }
 PACKAGES = ("deepspeed", "bitsandbytes", "liger-kernel")
@@ -324,5 +335,6 @@ def test_every_finding_is_provoked_somewhere() -> None:
             if isinstance(node, ast.keyword) and node.arg == "id" and isinstance(node.value, ast.Constant):
                 said.add(str(node.value.value))
     assert said - WITH_IMAGES <= set(PROVOKED)
-    composed = {"disk-data", "disk-checkpoints", "disk-weights", *(f"{name}-missing" for name in PACKAGES)}
+    composed = {"disk-data", "disk-checkpoints", "disk-weights", "disk-offloaded"}
+    composed |= {*(f"{name}-missing" for name in PACKAGES)}
     assert set(PROVOKED) - said == composed

@@ -286,8 +286,6 @@ def test_a_bucket_is_alive_while_gradients_come() -> None:
 @pytest.mark.parametrize(
     ("settings", "word"),
     [
-        ({"deepspeed": deepspeed(3, offload_param={"device": "nvme"})}, "NVMe .*libaio"),
-        ({"deepspeed": deepspeed(3, offload_optimizer={"device": "nvme"})}, "NVMe .*libaio"),
         ({"deepspeed": deepspeed(2), "bf16": False, "pure_bf16": True}, "float32"),
         ({"deepspeed": deepspeed(2) | {"tensor_parallel": {"autotp_size": 2}}}, "tensor_parallel"),
         ({"deepspeed": deepspeed(3, zero_hpz_partition_size=8)}, "zero_hpz_partition_size"),

@@ -56,7 +56,12 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any], Software, Images | Non
     "Training a vision model without": ({"freeze_language_model": True}, VISION, SOFTWARE, None),
     "Neat packing of a vision model": ({"neat_packing": True}, VISION, SOFTWARE, None),
     "in the DeepSpeed JSON": (plan(3, zero_hpz_partition_size=8), QWEN3, SOFTWARE, None),
-    "Offloading to NVMe": (plan(3, offload_param={"device": "nvme"}), QWEN3, SOFTWARE, None),
+    "Quantized weights with offloading to NVMe": (
+        plan(3, offload_param={"device": "nvme"}) | {"quantization_bit": 4}, QWEN3, SOFTWARE, None,
+    ),
+    "a second model and parameters on an NVMe": (
+        plan(3, offload_param={"device": "nvme"}) | FULL | {"stage": "dpo"}, QWEN3, SOFTWARE, None,
+    ),
     "DeepSpeed in float32": (plan(2) | {"bf16": False}, QWEN3, SOFTWARE, None),
     "`additional_target` in a preference stage": (
         plan(3) | {"stage": "dpo", "additional_target": ("embed_tokens",)}, QWEN3, SOFTWARE, None,

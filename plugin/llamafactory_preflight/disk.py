@@ -12,10 +12,13 @@ from typing import Literal
 from llamafactory_preflight import host, hub, paths
 from llamafactory_preflight.checkpoint_size import Checkpoint, num_saved
 from llamafactory_preflight.hub import ModelSource
+from llamafactory_preflight.memory.sharding import Ranks
+from llamafactory_preflight.memory.swapped import swapped_files
+from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 
-Kind = Literal["weights", "checkpoints", "data"]
+Kind = Literal["weights", "checkpoints", "data", "offloaded"]
 
 CACHE_PER_BYTE = 7
 """Bytes in the cache of data sets for each byte of a data file; rough.
@@ -98,6 +101,17 @@ def checkpoints(run: RunDescription, checkpoint: Checkpoint) -> Iterator[Need]:
         size=checkpoint.model + kept * each,
         certain=checkpoint.model + certain * each,
     )
+
+
+def offloaded(run: RunDescription, shape: ModelShape, ranks: Ranks) -> Iterator[Need]:
+    """What DeepSpeed writes to an NVMe, of all ranks here."""
+    zero = (run.deepspeed or {}).get("zero_optimization", {})
+    files = {key: size * ranks.local for key, size in swapped_files(run, shape, world=ranks.world).items()}
+    for key, size in files.items():
+        section = zero.get(key)
+        folder = section.get("nvme_path") if isinstance(section, Mapping) else None
+        if size and isinstance(folder, str):
+            yield Need(kind="offloaded", folder=hub.expanded(folder), size=size, certain=size)
 
 
 def data(run: RunDescription, environ: Mapping[str, str]) -> Iterator[Need]:

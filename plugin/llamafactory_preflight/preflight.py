@@ -201,6 +201,7 @@ def examine(
                     ranks=ranks,
                     images=pictures,
                 )
+                writes += disk.offloaded(placed, shape, ranks)
         if decisive is not None and decisive.kind != "cuda":
             estimate = verdict.widened(estimate)
         answer = judgement.judge_with_host(estimate, decisive, host_budget_bytes)

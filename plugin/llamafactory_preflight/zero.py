@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.phrases import joined, phrase
+from llamafactory_preflight.swapping import SwapPlan
 
 
 Offload = Literal["none", "cpu", "nvme"]
@@ -46,6 +47,7 @@ class ZeroPlan:
         max_reuse_distance: Parameters used again within as many elements stay gathered; stage 3.
         sub_group_size: Tile of the optimizer step; stage 3.
         gather_on_save: Whether saving collects the 16-bit weights on the first rank.
+        swap: How it is swapped to an NVMe what is offloaded there.
         precision: What the model computes in: `bf16`, `fp16`, `auto` (as the Trainer's arguments say) or `fp32`.
         unmodelled: Settings that put a run on code that no formula follows.
     """
@@ -67,6 +69,7 @@ class ZeroPlan:
     max_reuse_distance: int
     sub_group_size: int
     gather_on_save: bool
+    swap: SwapPlan
     precision: Precision
     unmodelled: tuple[str, ...]
 
@@ -74,6 +77,11 @@ class ZeroPlan:
     def pin_memory(self) -> bool:
         """Whether anything that is offloaded is page-locked."""
         return self.pin_optimizer or self.pin_param
+
+    @property
+    def swaps(self) -> bool:
+        """Whether anything is offloaded to an NVMe."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], *, hidden_size: int) -> ZeroPlan:
@@ -91,9 +99,10 @@ class ZeroPlan:
             raise UserError("`zero_optimization` in the DeepSpeed JSON is not an object")
 
         def count(key: str, default: int, auto: int) -> int:
-            value = section.get(key, default)
-            if value == "auto":
-                return auto
+            return auto if section.get(key, default) == "auto" else counted(section, key, default)
+
+        def counted(within: Mapping[str, Any], key: str, default: int) -> int:
+            value = within.get(key, default)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < inf:
                 problems.append(phrase("`{key}` is {value}, not a count", key=key, value=repr(value)))
                 return default
@@ -119,7 +128,7 @@ class ZeroPlan:
         overlap = section.get("overlap_comm")
         plan = cls(
             stage=stage,
-            offload_optimizer=optimizer if stage else "none",
+            offload_optimizer=_offloaded(optimizer, stage),
             # DeepSpeed ignores parameter offload below stage 3.
             offload_param=param if stage == 3 else "none",
             pin_optimizer=optimizer_pinned,
@@ -139,6 +148,7 @@ class ZeroPlan:
             max_reuse_distance=count("stage3_max_reuse_distance", 1_000_000_000, 1_000_000_000),
             sub_group_size=count("sub_group_size", 1_000_000_000, 1_000_000_000),
             gather_on_save=section.get("stage3_gather_16bit_weights_on_model_save") is True,
+            swap=SwapPlan.from_config(config, counted),
             precision=_precision(config),
             unmodelled=tuple(_unmodelled(config, section)),
         )
@@ -162,6 +172,13 @@ def _precision(config: Mapping[str, Any]) -> Precision:
     return "auto" if "auto" in enabled.values() else "fp32"
 
 
+def _offloaded(device: Offload, stage: int) -> Offload:
+    """Stages 1 and 2 know no NVMe, and offload to main memory where one is asked for (stage_1_and_2.py)."""
+    if stage == 0:
+        return "none"
+    return "cpu" if device == "nvme" and stage < 3 else device
+
+
 def _unmodelled(config: Mapping[str, Any], section: Mapping[str, Any]) -> Iterator[str]:
     yield from (key for key in OTHER_CODE if section.get(key) not in (None, False, 0, 1))
     yield from (key for key in OTHER_SECTIONS if config.get(key))
@@ -175,6 +192,10 @@ def _unmodelled(config: Mapping[str, Any], section: Mapping[str, Any]) -> Iterat
     offload = section.get("offload_optimizer")
     if isinstance(offload, Mapping) and offload.get("ratio", 1) not in (1, 1.0):
         yield "offload_optimizer.ratio"
+    if isinstance(offload, Mapping) and offload.get("super_offload"):
+        yield "offload_optimizer.super_offload"
+    if _section(config, "aio").get("use_gds"):
+        yield "aio.use_gds"
     if config.get("communication_data_type") is not None:
         yield "communication_data_type"
 

@@ -17,6 +17,7 @@ PARTS = {
     "weights": "{weights} for the weights to download",
     "checkpoints": "{checkpoints} for checkpoints",
     "data": "{data} for the cache of the data",
+    "offloaded": "{offloaded} for what DeepSpeed offloads",
 }
 FEWER = "Fewer of them: save_total_limit=1, save_only_model=true."
 
@@ -26,9 +27,11 @@ def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
     found = tuple(shortages(needs))
     for shortage in found:
         first = shortage.needs[0]
-        parts = joined(" and ", (PARTS[need.kind] for need in shortage.needs))
+        parts = joined(" and ", (PARTS[kind] for kind in dict.fromkeys(need.kind for need in shortage.needs)))
         certain = sum(need.certain for need in shortage.needs) > shortage.free
-        amounts: dict[str, int] = {need.kind: need.size for need in shortage.needs}
+        amounts: dict[str, int] = {}
+        for need in shortage.needs:
+            amounts[need.kind] = amounts.get(need.kind, 0) + need.size
         saves = next((need for need in shortage.needs if need.kind == "checkpoints"), None)
         smaller = {"save_total_limit": 1, "save_only_model": True} if saves else None
         message = phrase(

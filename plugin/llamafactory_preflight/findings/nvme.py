@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llamafactory_preflight.memory.parameters import embedding_numel
+from llamafactory_preflight.memory.parameters import embedding_numel, expert_tensors
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
@@ -36,18 +36,22 @@ def settings(run: RunDescription, shape: ModelShape | None, *, world: int) -> It
                 message=phrase("Offloading to NVMe takes a folder on it: `nvme_path` in `{key}`.", key=key),
             )
     size = offloaded.get("offload_param", {}).get("buffer_size", BUFFER_SIZE)
-    share = -(-embedding_numel(shape) // world) if shape is not None else 0
+    share = -(-_largest(shape) // world) if shape is not None else 0
     if "offload_param" in offloaded and isinstance(size, (int, float)) and size < share:
         yield Finding(
             id="nvme-buffer",
             severity="error",
             message=phrase(
                 "Offloading weights to NVMe fails with buffers of {size} elements: set `buffer_size` in "
-                "`offload_param` to {share} or more, a GPU's share of the embedding.",
+                "`offload_param` to {share} or more, a GPU's share of the largest weight.",
                 size=int(size),
                 share=share,
             ),
         )
+
+
+def _largest(shape: ModelShape) -> int:
+    return max([embedding_numel(shape), *expert_tensors(shape)])
 
 
 def _to_nvme(run: RunDescription, key: str) -> Mapping[str, Any] | None:

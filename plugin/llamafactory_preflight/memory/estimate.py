@@ -19,6 +19,7 @@ from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
 from llamafactory_preflight.memory.sharded import ShardedEstimator
 from llamafactory_preflight.memory.sharding import Ranks
 from llamafactory_preflight.memory.zero3_quantized import QuantizedShards
+from llamafactory_preflight.memory.zero3_swapped import SwappedShards
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
@@ -82,5 +83,7 @@ def estimate(
 
 
 def _under_deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape) -> type[ShardedEstimator]:
-    shares = ZeroPlan.from_config(config, hidden_size=shape.hidden_size).stage == 3
-    return QuantizedShards if shares and quantization(run, shape) is not None else ShardedEstimator
+    plan = ZeroPlan.from_config(config, hidden_size=shape.hidden_size)
+    if plan.swaps:
+        return SwappedShards
+    return QuantizedShards if plan.stage == 3 and quantization(run, shape) is not None else ShardedEstimator

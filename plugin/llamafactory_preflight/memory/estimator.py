@@ -222,6 +222,11 @@ class Estimator:
         vision = self.shape.vision.numel if self.shape.vision is not None else 0
         return (statics.total(statics.model_groups(self.shape)) + vision) * dtypes.size(dtypes.named(self.shape.dtype))
 
+    @property
+    def measured(self) -> bool:
+        """Whether runs of this kind were measured; the bounds are wide otherwise."""
+        return not any(by_size(self.run, self.shape))
+
     def result(self) -> MemoryEstimate:
         """All phases."""
         phases, split = self.phases()
@@ -229,7 +234,7 @@ class Estimator:
         return bounds(
             phases=phases,
             components=split,
-            exact=not any(by_size(self.run, self.shape)),
+            exact=self.measured,
             card=self.card,
             host=max(host.training, host.saving, preprocessing_bytes(self.run, self.ranks)),
             host_training=host.training,

@@ -10,6 +10,7 @@ from llamafactory_preflight.memory.checkpointing import checkpointing_kind
 from llamafactory_preflight.memory.offload import HostMemory, zero2_host, zero3_host
 from llamafactory_preflight.memory.optimizers import BITSANDBYTES
 from llamafactory_preflight.memory.sharding import Parameter, Ranks
+from llamafactory_preflight.memory.swapped import Swapping, swapped_host
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.zero import ZeroPlan
 
@@ -101,9 +102,13 @@ def deepspeed_host(
     moved = inputs if checkpointing_kind(run) == "host" else 0
     for rank in range(ranks.local):
         if plan.stage == 3:
-            held = zero3_host(
-                everything, groups, copied, plan, world=ranks.world, item=item, tied=tied, converted=converted
-            )
+            if plan.swaps:
+                swapping = Swapping(everything=everything, groups=groups, plan=plan, world=ranks.world, item=item)
+                held = swapped_host(swapping, copied, tied=tied, converted=converted)
+            else:
+                held = zero3_host(
+                    everything, groups, copied, plan, world=ranks.world, item=item, tied=tied, converted=converted
+                )
             saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
         elif plan.stage == 0:
             held, saved = HostMemory(), state_dict

@@ -110,19 +110,44 @@ def zero3_host(
     are bytes of what loads that are made new before the shards get them.
     """
     host = HostMemory()
-    trained = sum(partition(parameter, world) for group in groups for parameter in group)
-    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
-    largest_tile = max(sizes, default=0)
+    parameters_host(host, everything, groups, copied, plan, world=world, item=item, tied=tied, converted=converted)
+    optimizer_host(host, groups, plan, world=world, item=item)
+    return host
+
+
+def parameters_host(
+    host: HostMemory,
+    everything: Sequence[Parameter],
+    groups: Sequence[Sequence[Parameter]],
+    copied: Sequence[Parameter],
+    plan: ZeroPlan,
+    *,
+    world: int,
+    item: int,
+    tied: int,
+    converted: int,
+) -> None:
+    """What stage 3 keeps in main memory of the parameters themselves, or takes there as it lays them out."""
     if plan.offload_param != "none":
         blocks, own = _place_shards(host, everything, plan, world=world, item=item, tied=tied)
         host.give(host.take(converted))
         _place_shards(host, copied, plan, world=world, item=item, tied=tied if copied else 0)
         _flatten_trained(host, groups, blocks, own, world=world, item=item)
     else:
+        trained = sum(partition(parameter, world) for group in groups for parameter in group)
         host.give(host.take(max(converted, trained * item)))
+
+
+def optimizer_host(
+    host: HostMemory, groups: Sequence[Sequence[Parameter]], plan: ZeroPlan, *, world: int, item: int
+) -> None:
+    """What stage 3 keeps in main memory for the optimizer, or takes there for each step."""
+    trained = sum(partition(parameter, world) for group in groups for parameter in group)
+    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
+    largest_tile = max(sizes, default=0)
     if plan.offload_optimizer == "none":
         host.passing = largest_tile * WIDE if plan.offload_param != "none" else 0
-        return host
+        return
     host.passing = largest_tile * item if plan.offload_param == "none" else 0
     for size in sizes:
         host.take(size * WIDE)
@@ -133,7 +158,6 @@ def zero3_host(
     host.give(largest)
     host.keep(trained * item, pinned=plan.pin_optimizer)
     host.take(ADAM_STATES * sum(sizes) * WIDE)
-    return host
 
 
 def _place_shards(

@@ -106,8 +106,10 @@ def _deepspeed(run: RunDescription, config: Mapping[str, Any], shape: ModelShape
     if plan.unmodelled:
         names = ", ".join(f"`{name}`" for name in plan.unmodelled)
         yield phrase("What {names} in the DeepSpeed JSON does to memory has no formula yet", names=names)
-    if "nvme" in (plan.offload_optimizer, plan.offload_param):
-        yield "Offloading to NVMe has no formula yet (DeepSpeed needs the library libaio for it)"
+    if plan.swaps and quantization(run, shape) is not None:
+        yield "Quantized weights with offloading to NVMe have no formula yet"
+    if plan.offload_param == "nvme" and preference.loads_reference(run):
+        yield "DeepSpeed fails with a second model and parameters on an NVMe: it removes the files of the first one"
     if plan.precision == "fp32" or (plan.precision == "auto" and not (run.bf16 or run.fp16)):
         yield "DeepSpeed in float32 has no formula yet"
     if run.stage in ("dpo", "kto") and plan.stage == 3 and run.additional_target:

@@ -30,7 +30,7 @@ def partition(parameter: Parameter, world: int) -> int:
     return -(-parameter.numel // world)
 
 
-class _Gathered:
+class Gathered:
     """A parameter and whether its whole tensor is on the card."""
 
     __slots__ = ("active", "available", "handle", "numel", "on_host", "part", "persists", "storage")
@@ -51,7 +51,7 @@ class _Fetch:
     Of a parameter that is gathered alone `flat` is what communication reads.
     """
 
-    def __init__(self, members: Sequence[_Gathered], flat: Storage | None) -> None:
+    def __init__(self, members: Sequence[Gathered], flat: Storage | None) -> None:
         self.members, self.flat, self.done = members, flat, False
 
 
@@ -70,18 +70,18 @@ class Coordinator:
         self, ledger: Ledger, everything: Sequence[Parameter], plan: ZeroPlan, *, world: int, item: int
     ) -> None:
         self.ledger, self.plan, self.world, self.item = ledger, plan, world, item
-        self.states = {parameter.key: _Gathered(parameter, plan, world) for parameter in everything}
+        self.states = {parameter.key: Gathered(parameter, plan, world) for parameter in everything}
         self.members = {key: self._members(key) for key in self.states}
         self.order: list[Visit] = []
-        self.visits: list[tuple[_Gathered, ...]] = []
+        self.visits: list[tuple[Gathered, ...]] = []
         self.recording = self.complete = False
         self.step_number = self.num_available = 0
-        self.queue: deque[tuple[_Gathered, int]] = deque()
-        self.fetched: dict[_Gathered, int] = {}
-        self.uses: dict[_Gathered, list[int]] = {}
+        self.queue: deque[tuple[Gathered, int]] = deque()
+        self.fetched: dict[Gathered, int] = {}
+        self.uses: dict[Gathered, list[int]] = {}
         self.passed: list[int] = []
         self.borrowed: set[Key] = set()
-        self.going: dict[tuple[str, _Gathered, int], bool] = {}
+        self.going: dict[tuple[str, Gathered, int], bool] = {}
         self.held: dict[Key, list[Storage | None]] = {key: [] for key in self.states}
 
     def begin_forward(self) -> None:
@@ -144,7 +144,7 @@ class Coordinator:
         self._expect(CONTAINER)
         self._pass(())
 
-    def _pass(self, members: tuple[_Gathered, ...]) -> None:
+    def _pass(self, members: tuple[Gathered, ...]) -> None:
         if self.complete:
             self._prefetch(members)
         elif self.recording:
@@ -197,30 +197,28 @@ class Coordinator:
         for state in self.states.values():
             self._wait(state)
 
-    def _members(self, key: Key) -> tuple[_Gathered, ...]:
+    def _members(self, key: Key) -> tuple[Gathered, ...]:
         """A module's parameters: its weight and its bias, or a sparse layer's experts and router."""
         layer, name = key
         others = ("down", "router") if name == "gate_up" else (f"{name}.bias",)
         found = (self.states.get((layer, other)) for other in others)
         return (self.states[key], *(state for state in found if state is not None))
 
-    def _prefetch(self, members: Sequence[_Gathered]) -> None:
+    def _prefetch(self, members: Sequence[Gathered]) -> None:
         queue, fetched = self.queue, self.fetched
         needed = 0
         for state in members:
             needed += fetched.get(state, NEVER) < self.step_number
         if needed:
-            passed: set[_Gathered] = set()
+            passed: set[Gathered] = set()
             while queue and len(passed) < needed:
                 state, number = queue.popleft()
                 fetched[state] = number
                 passed.add(state)
         room = min(self.plan.max_live_parameters - self.num_available, self.plan.prefetch_bucket_size)
-        if room <= 0 or not queue:
-            return
-        ahead: list[_Gathered] = []
+        ahead: list[Gathered] = []
         numel = 0
-        while queue and numel < room:
+        while queue and numel < room and self._is_at_hand(queue[0][0]):
             state, number = queue.popleft()
             fetched[state] = max(fetched.get(state, NEVER), number)
             if not state.available and state.handle is None and state not in ahead:
@@ -229,14 +227,18 @@ class Coordinator:
         if ahead:
             self._gather(ahead)
 
-    def _may_go(self, module: str, state: _Gathered) -> bool:
+    def _is_at_hand(self, state: Gathered) -> bool:
+        """Whether a parameter can be gathered ahead: one that still has to be read first cannot."""
+        return True
+
+    def _may_go(self, module: str, state: Gathered) -> bool:
         """What __params_to_release says of a module at a point of the step, and says again in every later step."""
         point = module, state, self.step_number
         if point not in self.going:
             self.going[point] = self._is_done_with(state)
         return self.going[point]
 
-    def _is_done_with(self, state: _Gathered) -> bool:
+    def _is_done_with(self, state: Gathered) -> bool:
         """Whether a parameter is neither small, nor fetched nor used again within the reuse distance."""
         if state.persists or self.fetched.get(state, NEVER) > self.step_number:
             return False
@@ -246,11 +248,11 @@ class Coordinator:
             return True
         return self.passed[uses[after]] - self.passed[self.step_number] >= self.plan.max_reuse_distance
 
-    def _release(self, state: _Gathered) -> None:
+    def _release(self, state: Gathered) -> None:
         state.available, state.storage = False, None
         self.num_available -= state.numel
 
-    def _gather(self, states: Sequence[_Gathered]) -> None:
+    def _gather(self, states: Sequence[Gathered]) -> None:
         """all_gather_coalesced: with one rank a copy from main memory, or none at all."""
         self.num_available += sum(state.numel for state in states)
         if self.world == 1:
@@ -269,7 +271,7 @@ class Coordinator:
         for state in states:
             state.handle = fetch
 
-    def _wait(self, state: _Gathered) -> None:
+    def _wait(self, state: Gathered) -> None:
         fetch = state.handle
         if fetch is None:
             return

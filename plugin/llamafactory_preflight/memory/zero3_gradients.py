@@ -73,14 +73,15 @@ class ShardedGradients:
         self.pending.reverse()
         while self.pending:
             parameter, own = self.pending.pop()
-            self._keep(partition(parameter, self.world))
+            self._keep(parameter)
             del own
         del flat
 
-    def _keep(self, numel: int) -> None:
+    def _keep(self, parameter: Parameter) -> None:
         """partition_grads: into the flat buffer; with that in main memory, by way of the card."""
         if not self.offloads:
             return
+        numel = partition(parameter, self.world)
         copy = self._storage(numel * self.item, "gradients")
         if self.boundary:
             for size in (min(numel, NORM_CHUNK) * NORM_BYTES, numel * dtypes.size(FLOAT32)):
@@ -107,11 +108,18 @@ class ShardedGradients:
 
 
 def tiles(group: Sequence[Parameter], limit: int, world: int) -> list[int]:
-    """Elements of each tile of the optimizer's step on one rank (_create_fp16_sub_groups)."""
-    sizes, current = [], 0
+    """Elements of each tile of the optimizer's step on one rank."""
+    return [sum(partition(parameter, world) for parameter in tile) for tile in sub_groups(group, limit, world)]
+
+
+def sub_groups(group: Sequence[Parameter], limit: int, world: int) -> list[list[Parameter]]:
+    """The parameters of each tile (_create_fp16_sub_groups)."""
+    found: list[list[Parameter]] = [[]]
+    current = 0
     for parameter in group:
-        current += partition(parameter, world)
         if current >= limit:
-            sizes.append(current)
+            found.append([])
             current = 0
-    return [*sizes, current] if current else sizes
+        found[-1].append(parameter)
+        current += partition(parameter, world)
+    return found if group else []

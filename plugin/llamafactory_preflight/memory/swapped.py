@@ -1,0 +1,189 @@
+"""What DeepSpeed's ZeRO-3 swaps to an NVMe: which tensors have files there, and the main memory that swapping takes.
+
+Source: deepspeed 0.18.4, runtime/zero/{stage3,partition_parameters}.py and
+runtime/swap_tensor/{partitioned_param_swapper,optimizer_utils,pipelined_optimizer_swapper}.py. All tensors go through
+page-locked buffers, whatever `pin_memory` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from llamafactory_preflight.memory import dtypes, parameters, sharding
+from llamafactory_preflight.memory.offload import ADAM_STATES, WIDE, HostMemory, optimizer_host, parameters_host
+from llamafactory_preflight.memory.precision import precision
+from llamafactory_preflight.memory.sharding import Key, Parameter
+from llamafactory_preflight.memory.zero3 import partition
+from llamafactory_preflight.memory.zero3_gradients import sub_groups
+from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.zero import ZeroPlan
+
+
+OPTIMIZER_TENSORS = 1 + ADAM_STATES
+"""Float32 weights and Adam's states; with a gradient a tile needs one buffer more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Swapping:
+    """What one rank swaps.
+
+    Attributes:
+        everything: All parameters.
+        groups: What is trained, in the optimizer's groups.
+        plan: DeepSpeed's settings.
+        world: Ranks.
+        item: Bytes of an element of the model.
+    """
+
+    everything: Sequence[Parameter]
+    groups: Sequence[Sequence[Parameter]]
+    plan: ZeroPlan
+    world: int
+    item: int
+
+    def size(self, parameter: Parameter) -> int:
+        """Bytes of this rank's part of a parameter."""
+        return partition(parameter, self.world) * self.item
+
+    def has_file(self, parameter: Parameter) -> bool:
+        """Whether a parameter is written to the NVMe as it is shared out."""
+        return self.plan.offload_param == "nvme" and self.plan.swap.swaps(self.size(parameter))
+
+    def tiles(self) -> Iterator[list[Parameter]]:
+        """The parameters of each tile of the optimizer's step."""
+        for group in self.groups:
+            yield from sub_groups(group, self.plan.sub_group_size, self.world)
+
+    def numel(self, tile: Sequence[Parameter]) -> int:
+        """Elements of this rank's part of a tile."""
+        return sum(partition(parameter, self.world) for parameter in tile)
+
+    def swapped_tiles(self) -> list[list[Parameter]]:
+        """Tiles of which float32 weights and states lie on the NVMe."""
+        if self.plan.offload_optimizer != "nvme":
+            return []
+        return [tile for tile in self.tiles() if self.plan.swap.swaps(self.numel(tile) * WIDE)]
+
+    def buffers_needed(self) -> int:
+        """Buffers of the optimizer that are taken at once from the second step on."""
+        in_flight = 1 + self.plan.swap.reads_ahead + self.plan.swap.writes_behind
+        return (OPTIMIZER_TENSORS + 1) * min(in_flight, len(self.swapped_tiles()))
+
+    def flats(self) -> list[int]:
+        """Elements of the flat buffers of each group, for trained parameters that stay in main memory."""
+        limit, found, counted = self.plan.swap.max_in_cpu, [], 0
+        for group in self.groups:
+            numel = self.numel(group)
+            found.append(numel if counted + numel <= limit else max(0, limit - counted))
+            counted += numel
+        return found
+
+    def kept_tiles(self) -> list[list[Parameter]]:
+        """Tiles whose 16-bit parameters stay in main memory: those that fit their group's flat buffer, in order."""
+        kept = []
+        for group, flat in zip(self.groups, self.flats(), strict=True):
+            end = 0
+            for tile in sub_groups(group, self.plan.sub_group_size, self.world):
+                end += self.numel(tile)
+                kept += [tile] if end <= flat else []
+        return kept
+
+    def swapped_parameters(self) -> frozenset[Key]:
+        """Parameters that are read from the NVMe whenever they are gathered."""
+        kept = {parameter.key for tile in self.kept_tiles() for parameter in tile}
+        return frozenset(p.key for p in self.everything if self.has_file(p) and p.key not in kept)
+
+    def disk(self, *, tied: int) -> dict[str, int]:
+        """Bytes of this rank's files; those of parameters that stay in main memory and of a tied head remain."""
+        swap, wide = self.plan.swap, WIDE
+        head = Parameter(key=(0, ""), numel=tied, trained=False)
+        files = [p for p in (*self.everything, *([head] if tied else [])) if self.has_file(p)]
+        tiles = self.swapped_tiles()
+        gradients = [partition(p, self.world) * wide for tile in tiles for p in tile]
+        return {
+            "param": sum(swap.aligned(self.size(p)) for p in files),
+            "optimizer": sum(OPTIMIZER_TENSORS * swap.aligned(self.numel(tile) * wide) for tile in tiles),
+            "gradient": sum(size - size % swap.aligned_bytes for size in gradients if swap.swaps(size)),
+        }
+
+
+def swapped_files(run: RunDescription, shape: ModelShape, *, world: int) -> dict[str, int]:
+    """Bytes of a rank's files, by the section of the DeepSpeed JSON that says where they go."""
+    plan = ZeroPlan.from_config(run.deepspeed or {}, hidden_size=shape.hidden_size)
+    everything = sharding.in_order(run, shape)
+    item = dtypes.size(precision(run, shape).trained)
+    swapping = Swapping(everything=everything, groups=sharding.groups(everything), plan=plan, world=world, item=item)
+    size = swapping.disk(tied=parameters.embedding_numel(shape) if shape.tie_word_embeddings else 0)
+    return {"offload_param": size["param"], "offload_optimizer": size["optimizer"] + size["gradient"]}
+
+
+def swapped_host(swapping: Swapping, copied: Sequence[Parameter], *, tied: int, converted: int) -> HostMemory:
+    """Main memory of a rank under stage 3 that swaps to an NVMe; arguments as for `zero3_host`."""
+    host, plan, world, item = HostMemory(), swapping.plan, swapping.world, swapping.item
+    everything, groups = swapping.everything, swapping.groups
+    if plan.offload_param == "nvme":
+        _parameters(host, swapping, converted)
+    else:
+        parameters_host(host, everything, groups, copied, plan, world=world, item=item, tied=tied, converted=converted)
+    if plan.offload_optimizer == "nvme":
+        _optimizer(host, swapping)
+    else:
+        optimizer_host(host, groups, plan, world=world, item=item)
+    return host
+
+
+def _parameters(host: HostMemory, swapping: Swapping, converted: int) -> None:
+    """Buffers, shards that are too small for a file, and flat ones of what is trained and stays in main memory."""
+    plan, item = swapping.plan, swapping.item
+    host.pin(plan.swap.param_buffers * plan.swap.aligned(plan.swap.param_buffer_size * item))
+    kept = swapping.kept_tiles()
+    moved = {parameter.key for tile in kept for parameter in tile}
+    small = [p for p in swapping.everything if not swapping.has_file(p) and p.numel > plan.persistence_threshold]
+    blocks, own = [], 0
+    for parameter in small:
+        size = swapping.size(parameter)
+        if plan.pin_param:
+            block = host.pin(size)
+            blocks += [block] if parameter.key in moved else []
+        else:
+            host.take(size)
+            own += size if parameter.key in moved else 0
+    host.give(host.take(converted))
+    for numel in swapping.flats():
+        host.pin(numel * item)
+    for block in blocks:
+        host.unpin(block)
+    host.give(own)
+    tiles = list(swapping.tiles())
+    if len(kept) < len(tiles):
+        largest = max(tiles, key=swapping.numel)
+        host.keep(sum(plan.swap.aligned(swapping.size(p)) for p in largest), pinned=True)
+
+
+def _optimizer(host: HostMemory, swapping: Swapping) -> None:
+    """Buffers of the largest tile each, 16-bit gradients, and all of tiles that are too small for a file.
+
+    Adam makes its states in memory of its own. They go when their tile is written; where tiles are pipelined, only
+    when it is read again in the next step.
+    """
+    plan, tiles, swapped = swapping.plan, list(swapping.tiles()), swapping.swapped_tiles()
+    largest = max(map(swapping.numel, tiles), default=0) * WIDE
+    for _ in range(plan.swap.optimizer_buffers):
+        host.pin(plan.swap.aligned(largest))
+    host.keep(sum(map(swapping.numel, tiles)) * swapping.item, pinned=plan.pin_optimizer)
+    kept = swapping.kept_tiles() if plan.offload_param == "nvme" else tiles
+    for tile in tiles:
+        size = swapping.numel(tile) * WIDE
+        if tile not in swapped:
+            host.take(size)
+            host.keep(size, pinned=plan.pin_optimizer)
+            host.take(ADAM_STATES * size)
+        elif tile not in kept and not plan.swap.fast_init:
+            host.give(host.take(size))
+    states = [ADAM_STATES * swapping.numel(tile) * WIDE for tile in swapped]
+    if plan.swap.pipelines:
+        host.take(sum(states))
+    else:
+        host.passing = max(states, default=0)
