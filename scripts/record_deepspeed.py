@@ -83,7 +83,13 @@ def prepare(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quanti
     network.train()
     named = [(name, p) for name, p in network.named_parameters() if p.requires_grad]
     groups = [{"params": [p for name, p in named if ("norm" in name) is norm]} for norm in (False, True)]
-    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], lr=1e-4, fused=True)
+    groups = [group for group in groups if group["params"]]
+    if "offload_optimizer" in config["zero_optimization"]:  # what accelerate puts in its place
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        optimizer = DeepSpeedCPUAdam(groups, lr=1e-4)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
     return deepspeed.initialize(model=network, optimizer=optimizer, config=settings)[0]
 
 

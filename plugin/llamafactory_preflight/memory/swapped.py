@@ -71,6 +71,27 @@ class Swapping:
         in_flight = 1 + self.plan.swap.reads_ahead + self.plan.swap.writes_behind
         return (OPTIMIZER_TENSORS + 1) * min(in_flight, len(self.swapped_tiles()))
 
+    @property
+    def optimizer_buffer(self) -> int:
+        """Bytes of one of the optimizer's buffers, which holds the largest tile."""
+        return self.plan.swap.aligned(max(map(self.numel, self.tiles()), default=0) * WIDE)
+
+    @property
+    def param_buffers(self) -> int:
+        """Bytes of all buffers for parameters, which are one tensor."""
+        return self.plan.swap.param_buffers * self.plan.swap.aligned(self.plan.swap.param_buffer_size * self.item)
+
+    @property
+    def written_back(self) -> int:
+        """Bytes of a buffer for a tile's 16-bit parameters, where a step writes any to the NVMe.
+
+        It has room for all ranks' parts of the largest tile, of which a rank uses its own.
+        """
+        tiles = list(self.tiles())
+        if len(self.kept_tiles()) == len(tiles):
+            return 0
+        return sum(self.plan.swap.aligned(p.numel * self.item) for p in max(tiles, key=self.numel))
+
     def flats(self) -> list[int]:
         """Elements of the flat buffers of each group, for trained parameters that stay in main memory."""
         limit, found, counted = self.plan.swap.max_in_cpu, [], 0
@@ -102,10 +123,11 @@ class Swapping:
         files = [p for p in (*self.everything, *([head] if tied else [])) if self.has_file(p)]
         tiles = self.swapped_tiles()
         gradients = [partition(p, self.world) * wide for tile in tiles for p in tile]
+        even = [size - size % swap.aligned_bytes for size in gradients]  # the rest waits in memory
         return {
             "param": sum(swap.aligned(self.size(p)) for p in files),
             "optimizer": sum(OPTIMIZER_TENSORS * swap.aligned(self.numel(tile) * wide) for tile in tiles),
-            "gradient": sum(size - size % swap.aligned_bytes for size in gradients if swap.swaps(size)),
+            "gradient": sum(size for size in even if swap.swaps(size)),
         }
 
 
@@ -137,9 +159,8 @@ def swapped_host(swapping: Swapping, copied: Sequence[Parameter], *, tied: int, 
 def _parameters(host: HostMemory, swapping: Swapping, converted: int) -> None:
     """Buffers, shards that are too small for a file, and flat ones of what is trained and stays in main memory."""
     plan, item = swapping.plan, swapping.item
-    host.pin(plan.swap.param_buffers * plan.swap.aligned(plan.swap.param_buffer_size * item))
-    kept = swapping.kept_tiles()
-    moved = {parameter.key for tile in kept for parameter in tile}
+    host.pin(swapping.param_buffers)
+    moved = {parameter.key for tile in swapping.kept_tiles() for parameter in tile}
     small = [p for p in swapping.everything if not swapping.has_file(p) and p.numel > plan.persistence_threshold]
     blocks, own = [], 0
     for parameter in small:
@@ -156,10 +177,8 @@ def _parameters(host: HostMemory, swapping: Swapping, converted: int) -> None:
     for block in blocks:
         host.unpin(block)
     host.give(own)
-    tiles = list(swapping.tiles())
-    if len(kept) < len(tiles):
-        largest = max(tiles, key=swapping.numel)
-        host.keep(sum(plan.swap.aligned(swapping.size(p)) for p in largest), pinned=True)
+    if swapping.written_back:
+        host.keep(swapping.written_back, pinned=True)
 
 
 def _optimizer(host: HostMemory, swapping: Swapping) -> None:
@@ -169,9 +188,8 @@ def _optimizer(host: HostMemory, swapping: Swapping) -> None:
     when it is read again in the next step.
     """
     plan, tiles, swapped = swapping.plan, list(swapping.tiles()), swapping.swapped_tiles()
-    largest = max(map(swapping.numel, tiles), default=0) * WIDE
     for _ in range(plan.swap.optimizer_buffers):
-        host.pin(plan.swap.aligned(largest))
+        host.pin(swapping.optimizer_buffer)
     host.keep(sum(map(swapping.numel, tiles)) * swapping.item, pinned=plan.pin_optimizer)
     kept = swapping.kept_tiles() if plan.offload_param == "nvme" else tiles
     for tile in tiles:
