@@ -153,7 +153,9 @@ def main() -> None:
     for run in known["runs"].values():
         found: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
         torch.distributed.all_gather_object(found, record(known["model"], run, folder))
-        run["ranks"] = found
+        lines = [each.pop("available") for each in found]
+        assert all(line == lines[0] for line in lines), "ranks gather differently"
+        run |= {"ranks": found, "available": lines[0]}
         if rank == "0":
             shutil.rmtree(folder, ignore_errors=True)
         torch.distributed.barrier()
