@@ -75,7 +75,7 @@ def test_the_files_are_those_of_llamafactorys_own_trainings(
 ) -> None:
     """Three steps of 0.9.5 on the CPU; zero.Init makes a tied head too, whose file is never read and stays."""
     tiles = 10**9 if method == "lora" else 10**7
-    sections = dict.fromkeys(offloads, {"device": "nvme", "nvme_path": "/nvme"})
+    sections = {key: {"device": "nvme", "nvme_path": "/nvme"} for key in offloads}
     config = deepspeed(3, sub_group_size=tiles, **sections)
     run = RunDescription(finetuning_type=method, lora_rank=8, bf16=True, deepspeed=config)
     found = swapped_files(run, ModelShape.from_config(WITH_A_WORD_LIST), world=1)
@@ -215,3 +215,14 @@ def test_stages_without_an_nvme_write_nothing_and_take_main_memory() -> None:
         runs[device] = memory.estimate(run, shape, software=SOFTWARE, ranks=TWO)
         assert list(disk.offloaded(run, shape, TWO)) == []
     assert runs["cpu"] == runs["nvme"]
+
+
+def test_fast_init_needs_buffers_that_hold_a_tile() -> None:
+    """LLaMA-Factory's own training ended with "numel of fp16 buffers ... is too small"; with small tiles it ran."""
+    fast, kept = NVME | {"fast_init": True}, NVME | {"max_in_cpu": 0}
+    with pytest.raises(Unmodelled, match="fast_init"):
+        offloaded(offload_optimizer=fast, offload_param=kept, sub_group_size=10**9)
+    found = offloaded(offload_optimizer=fast, offload_param=kept, sub_group_size=10**7)
+    plain = offloaded(offload_optimizer=NVME, offload_param=kept, sub_group_size=10**7)
+    assert found.host_training_bytes <= plain.host_training_bytes
+    assert offloaded(offload_optimizer=fast, offload_param=CPU, sub_group_size=10**9).host_bytes > 0

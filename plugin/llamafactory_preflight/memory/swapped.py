@@ -72,6 +72,16 @@ class Swapping:
         return (OPTIMIZER_TENSORS + 1) * min(in_flight, len(self.swapped_tiles()))
 
     @property
+    def fast_init_fails(self) -> bool:
+        """Whether `fast_init` reads a tile from the NVMe into buffers for parameters that do not hold the largest."""
+        swap, kept = self.plan.swap, self.kept_tiles()
+        reads = (
+            swap.fast_init and self.plan.offload_param == "nvme" and any(t not in kept for t in self.swapped_tiles())
+        )
+        held = swap.aligned(swap.param_buffer_size * self.item) // self.item
+        return reads and held < self.optimizer_buffer // WIDE
+
+    @property
     def optimizer_buffer(self) -> int:
         """Bytes of one of the optimizer's buffers, which holds the largest tile."""
         return self.plan.swap.aligned(max(map(self.numel, self.tiles()), default=0) * WIDE)

@@ -140,6 +140,15 @@ class SwappedShards(ShardedEstimator):
                     needed=needed,
                 )
             )
+        if self.swapping.fast_init_fails:
+            raise Unmodelled(
+                phrase(
+                    "DeepSpeed fails with `fast_init` where a tile of the optimizer is larger than a buffer for "
+                    "parameters: set `buffer_size` in `offload_param` to {numel} or more, or a smaller "
+                    "`sub_group_size`",
+                    numel=self.swapping.optimizer_buffer // WIDE,
+                )
+            )
         return super().host(split)
 
     def _step(self, rank: int) -> tuple[Mark, Mark]:
