@@ -18,7 +18,7 @@ from llamafactory.hparams.finetuning_args import FinetuningArguments
 from llamafactory.train import trainer_utils
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from llamafactory_preflight import contradictions, schema
+from llamafactory_preflight import contradictions, schema, template_names
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments, names
 from llamafactory_preflight.run import RunDescription
@@ -61,7 +61,7 @@ def test_no_training_gets_past_text_where_every_run_computes(
 
 
 def test_every_template_of_llamafactory_is_known() -> None:
-    assert schema.templates() == TEMPLATES.keys()
+    assert template_names.known() == TEMPLATES.keys()
     found = list(names.template(replace(RUN, template="qwen3_nothnk")))
     assert found[0].set == {"template": "qwen3_nothink"}
     assert list(names.template(replace(RUN, template="qwen3"))) == []

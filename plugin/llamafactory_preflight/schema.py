@@ -105,29 +105,10 @@ class Schema:
 @lru_cache(maxsize=1)
 def load() -> Schema | None:
     """Reads the installed versions; takes some tens of milliseconds."""
-    llamafactory, transformers = _package("llamafactory"), _package("transformers")
+    llamafactory, transformers = package_folder("llamafactory"), package_folder("transformers")
     if llamafactory is None or transformers is None:
         return None
     return parse(llamafactory, transformers)
-
-
-@lru_cache(maxsize=1)
-def templates() -> frozenset[str]:
-    """Names of the installed LLaMA-Factory's chat templates; none where they cannot all be read."""
-    package = _package("llamafactory")
-    try:
-        text = (package / "data" / "template.py").read_text(encoding="utf-8") if package else ""
-        tree = ast.parse(text)
-    except (OSError, SyntaxError):
-        return frozenset()
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and _called(node) == "register_template"]
-    given = [next((k.value for k in call.keywords if k.arg == "name"), None) for call in calls]
-    names = {node.value for node in given if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return frozenset(names) if len(names) == len(calls) else frozenset()
-
-
-def _called(node: ast.Call) -> str:
-    return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
 def parse(llamafactory: Path, transformers: Path) -> Schema | None:
@@ -151,8 +132,8 @@ def parse(llamafactory: Path, transformers: Path) -> Schema | None:
     return Schema(arguments=arguments)
 
 
-def _package(name: str) -> Path | None:
-    # For a top-level name this finds the folder and runs nothing of the package.
+def package_folder(name: str) -> Path | None:
+    """Folder of an installed top-level package, nothing of which is run; None where there is none."""
     spec = importlib.util.find_spec(name)
     locations = spec.submodule_search_locations if spec else None
     return Path(next(iter(locations))) if locations else None

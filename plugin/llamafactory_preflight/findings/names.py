@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from llamafactory_preflight import paths, schema
+from llamafactory_preflight import paths, template_names
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -21,8 +20,8 @@ NEAR = 0.5
 
 def template(run: RunDescription) -> Iterator[Finding]:
     """LLaMA-Factory looks its templates up by name, once the tokenizer is loaded."""
-    known = schema.templates()
-    if run.template is None or not known or run.template in known | _registered():
+    known = template_names.known()
+    if run.template is None or not known or run.template in known:
         return
     near = get_close_matches(run.template, sorted(known), n=SHOWN_NAMES, cutoff=NEAR)
     yield Finding(
@@ -38,11 +37,6 @@ def template(run: RunDescription) -> Iterator[Finding]:
         else phrase("LLaMA-Factory has no `template: {name}`. Its README lists them.", name=run.template),
         set={"template": near[0]} if near else None,
     )
-
-
-def _registered() -> frozenset[str]:
-    """Templates of this process, where a program may have added its own before it calls `run_exp`."""
-    return frozenset(getattr(sys.modules.get("llamafactory.data.template"), "TEMPLATES", ()))
 
 
 def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
