@@ -32,8 +32,9 @@ CONFIGS = {
 }
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
+SILENT_MODEL, SILENT_SECONDS = "silent/model", 60.0
 START_SECONDS = 180
-QUIET_ROUNDS = 8
+QUIET_ROUNDS, ROUND_SECONDS = 8, 0.05
 
 
 def chromium() -> str | None:
