@@ -183,6 +183,11 @@ def test_the_board_is_answered_only_for_what_was_filled_in() -> None:
     session.expect(filled)
     assert session.answer("get_model_info", "C") is None
     assert session.answer("get_model_info", "A") is None
+    session.expect(filled)
+    session.expect(filled | {fields.MODEL_NAME: "B", fields.MODEL_PATH: "b/b"})  # before the first was reported
+    assert session.answer("get_model_info", "A") == ("a/a", "qwen3_nothink")
+    assert session.answer("get_model_info", "B") == ("b/b", "qwen3_nothink")
+    assert session.answer("get_model_info", "A") is None
 
 
 def test_a_look_up_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
