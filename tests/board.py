@@ -32,8 +32,9 @@ CONFIGS = {
 }
 CHROMIUM = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 SLOW_MODEL, SLOW_SECONDS = "slow/model", 1.5
+SILENT_MODEL, SILENT_SECONDS = "silent/model", 60.0
 START_SECONDS = 180
-QUIET_ROUNDS = 8
+QUIET_ROUNDS, ROUND_SECONDS = 8, 0.05
 
 
 def chromium() -> str | None:
@@ -54,10 +55,12 @@ def fill_hub_cache(folder: Path) -> None:
 
 
 class _Hub(BaseHTTPRequestHandler):
-    """Knows one model and takes its time; hangs up on everything of `down/`; has nothing else."""
+    """Knows one model and takes its time; says nothing of another; hangs up on all of `down/`; has nothing else."""
 
     def do_GET(self) -> None:
-        if self.path.startswith("/down/"):
+        if self.path.startswith(f"/{SILENT_MODEL}/"):
+            time.sleep(SILENT_SECONDS)
+        if self.path.startswith(("/down/", f"/{SILENT_MODEL}/")):
             self.connection.close()
             return
         known = self.path.startswith(f"/{SLOW_MODEL}/resolve")
@@ -163,7 +166,7 @@ class BoardPage:
         while quiet < QUIET_ROUNDS:
             assert time.monotonic() < deadline, f"still running: {[request.url for request in self._running]}"
             # In the page's own time: a page that is busy drawing has yet to ask what comes next.
-            self.page.evaluate("() => new Promise(done => setTimeout(done, 50))")
+            self.page.evaluate(f"() => new Promise(done => setTimeout(done, {1000 * ROUND_SECONDS}))")
             quiet = 0 if self._running else quiet + 1
 
     def field(self, label: str) -> Any:
@@ -217,6 +220,14 @@ class BoardPage:
     def panel(self) -> str:
         """The text of the memory panel."""
         return str(self.page.locator("#preflight-panel").inner_text())
+
+    def changes(self) -> dict[str, str]:
+        """The list of what the last preset or remedy changed, unfolded: old → new, by the name of the field."""
+        listed = self.page.locator("#preflight-changes details")
+        if listed.count() and listed.get_attribute("open") is None:
+            listed.locator("summary").click()
+        rows = self.page.locator("#preflight-changes tr:visible").all()
+        return {row.locator("th").inner_text(): row.locator("td").inner_text() for row in rows}
 
     def output(self) -> str:
         """The text of the box below the buttons."""

@@ -80,6 +80,7 @@ print(
         {
             "unplaced": unplaced,
             "runs": runs,
+            "ids": [name for name in new.engine.manager._id_to_elem if adapter.OURS not in name],
             "ours": [name for name in new.tab if name.startswith(adapter.OURS)],
             "without_element": sorted(
                 identifier for identifier in fields.ELEMENTS.values() if identifier not in new.elements

@@ -183,6 +183,11 @@ def test_the_board_is_answered_only_for_what_was_filled_in() -> None:
     session.expect(filled)
     assert session.answer("get_model_info", "C") is None
     assert session.answer("get_model_info", "A") is None
+    session.expect(filled)
+    session.expect(filled | {fields.MODEL_NAME: "B", fields.MODEL_PATH: "b/b"})  # before the first was reported
+    assert session.answer("get_model_info", "A") == ("a/a", "qwen3_nothink")
+    assert session.answer("get_model_info", "B") == ("b/b", "qwen3_nothink")
+    assert session.answer("get_model_info", "A") is None
 
 
 def test_a_look_up_never_waits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -298,17 +303,20 @@ def test_the_panel_is_told_only_of_what_was_asked_last(facts: dict[str, Any]) ->
     assert all("Will not fit" in told[name] for name in ("second", "again"))
 
 
-def test_presets_are_copied_for_the_boards_own_loader(run: Any, tmp_path: Path) -> None:
+def test_presets_are_copied_for_the_boards_own_loader(run: Any, tmp_path: Path, facts: dict[str, Any]) -> None:
     import yaml
 
-    done = run(["llamafactory-cli", "presets", "copy", "--board", "cpu_smoke"], cwd=tmp_path)
+    done = run(["llamafactory-cli", "presets", "copy", "--board"], cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    file = tmp_path / "llamaboard_config" / "cpu_smoke.yaml"
-    assert done.stdout.split() == ["llamaboard_config/cpu_smoke.yaml"]
-    loaded = yaml.safe_load(file.read_text(encoding="utf-8"))
-    assert loaded["top.model_path"] == "saves/tiny-qwen3" and loaded["train.batch_size"] == 4
-    assert json.loads(loaded["train.extra_args"])["max_steps"] == 30
-    assert not [name for name in loaded if "preflight" in name or name in ("top.lang", "top.hub_name")]
+    names = [preset.name for preset in presets.available()]
+    assert sorted(done.stdout.split()) == sorted(f"llamaboard_config/{name}.yaml" for name in names)
+    files = [tmp_path / "llamaboard_config" / f"{name}.yaml" for name in names]
+    loaded = {file.stem: yaml.safe_load(file.read_text(encoding="utf-8")) for file in files}
+    known = set(facts["ids"]) - {"top.lang", "top.hub_name"}
+    assert {name: held.keys() - known for name, held in loaded.items() if held.keys() - known} == {}
+    smoke = loaded["cpu_smoke"]
+    assert smoke["top.model_path"] == "saves/tiny-qwen3" and smoke["train.batch_size"] == 4
+    assert json.loads(smoke["train.extra_args"])["max_steps"] == 30
 
 
 def test_a_board_that_changed_runs_without_us_and_says_so_once(tmp_path: Path, run: Any) -> None:

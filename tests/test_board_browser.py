@@ -16,6 +16,7 @@ import pytest
 import board
 from llamafactory_preflight import presets, schema
 from llamafactory_preflight.board import words
+from llamafactory_preflight.board.lookup import LONGEST_WAIT_SECONDS
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.presets import Preset
 
@@ -123,6 +124,13 @@ def screenshot(page: board.BoardPage, name: str) -> None:
         page.page.screenshot(path=Path(SCREENSHOTS, f"{name}.png"), full_page=True)
 
 
+def amount(text: str, name: str) -> float:
+    """The GiB behind a word."""
+    found = re.search(rf"\b{name} ([\d.]+) GiB", text)
+    assert found is not None, text
+    return float(found[1])
+
+
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
@@ -166,6 +174,9 @@ def test_the_panel_follows_the_fields(page: board.BoardPage) -> None:
     assert "Choose a model" in page.panel()
     page.preset("24 GB", "24gb_lora")
     assert "Will not fit: needs " in page.panel() and f"{CARD}, planned" in page.panel()
+    sizes = {name: amount(page.panel(), name) for name in ("needs", "peak", "needed", "free now", "main memory")}
+    assert sizes["needs"] == sizes["needed"] > sizes["peak"] > 0 and sizes["main memory"] > 0
+    assert sizes["needed"] > sizes["free now"] == 12
     page.choose("Plan for GPU", "RTX4090")
     assert "Fits: needs " in page.panel() and "rtx4090, planned" in page.panel()
     before = page.panel()
@@ -174,12 +185,62 @@ def test_the_panel_follows_the_fields(page: board.BoardPage) -> None:
     screenshot(page, "panel")
 
 
-# The second look of the first question is kept back for a while.
-LATE = """() => {
+# The number of the first look at the fields.
+LOOK = """() => {
   const {components, dependencies} = window.gradio_config;
   const tick = components.find(item => item.props.elem_id === "preflight-tick").id;
-  const asked = dependencies.find(item => item.targets.some(([id]) => id === tick)).id;
-  const again = dependencies.find(item => item.trigger_after === asked).id;
+  return dependencies.find(item => item.targets.some(([id]) => id === tick)).id;
+}"""
+
+
+def test_fast_typing_asks_once_or_twice(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora")
+    before, look = page.panel(), page.page.evaluate(LOOK)
+    page.field("Cutoff length").press("Control+a")
+    asked: list[Any] = []
+
+    def note(request: Any) -> None:
+        asked.extend([request.post_data_json["fn_index"]] if "/run/" in request.url else [])
+
+    page.page.on("request", note)
+    page.field("Cutoff length").press_sequentially("65432", delay=30)
+    page.settle()
+    page.page.remove_listener("request", note)
+    assert 1 <= asked.count(look) <= 2 and page.panel() != before
+
+
+# What the first choice of a preset asks for is kept back for a while.
+HELD = """name => {
+  const plain = window.fetch;
+  window.held = 0;
+  window.fetch = async (...given) => {
+    if (String(given[1]?.body).includes(`"${name}"`) && window.held++ === 0) {
+      await new Promise(done => setTimeout(done, 1500));
+      window.held = "sent";
+    }
+    return plain(...given);
+  };
+}"""
+
+
+def test_of_two_presets_chosen_in_haste_the_second_one_stays(page: board.BoardPage) -> None:
+    page.preset("24 GB", "24gb_lora_long")
+    filled = page.command()
+    page.open()
+    page.choose("GPU memory tier", "24 GB")
+    page.page.evaluate(HELD, "24gb_dpo_qlora")
+    for name in ("24gb_dpo_qlora", "24gb_lora_long"):
+        page.field("Hardware preset").click()
+        page.page.get_by_role("option", name=f"{name}:").click()
+    page.page.wait_for_function("window.held === 'sent'")
+    page.settle()
+    assert page.field("Hardware preset").input_value().startswith("24gb_lora_long:")
+    assert page.command() == filled
+
+
+# The second look of the first question is kept back for a while.
+LATE = """look => {
+  const again = window.gradio_config.dependencies.find(item => item.trigger_after === look).id;
   const plain = window.fetch;
   window.late = 0;
   window.fetch = async (...given) => {
@@ -192,7 +253,7 @@ LATE = """() => {
 
 def test_the_panel_ends_with_the_last_fields_however_late_a_second_look_is(page: board.BoardPage) -> None:
     page.preset("24 GB", "24gb_lora")
-    page.page.evaluate(LATE)
+    page.page.evaluate(LATE, page.page.evaluate(LOOK))
     page.type("Batch size", "3")
     page.type("Batch size", "4")
     page.page.wait_for_timeout(3000)
@@ -208,20 +269,24 @@ def test_the_panel_ends_with_the_last_fields_however_late_a_second_look_is(page:
 
 def test_a_remedy_sets_the_fields_and_can_be_undone(page: board.BoardPage) -> None:
     page.preset("24 GB", "24gb_lora")
-    filled = page.command()
+    filled, listed = page.command(), page.changes()
+    assert page.page.get_by_text(f"Fields changed: {len(listed)}").is_visible()
+    assert listed["Model path"] == "– → Qwen/Qwen3-8B" and listed["Dataset"] == "– → identity"
+    assert listed["Cutoff length"] == f"2048 → {filled['cutoff_len']}"
     assert "Will not fit" in page.panel()
     screenshot(page, "remedies")
     remedies = page.page.locator(".preflight-remedies button:visible")
-    assert remedies.count() >= 1
-    text = remedies.first.inner_text()
+    text = remedies.filter(has_text="quantization_bit=4 →").first.inner_text()
     page.press(text)
     assert re.search("Fits|Tight", page.panel())
     pairs = dict(item.split("=") for item in text.split(" → ")[0].split())
     command = page.command()
     assert {name: str(command[name]).lower() for name in pairs} == pairs
+    assert page.changes() == {"Quantization bit": "none → 4"}
     page.press("Undo")
-    assert page.command() == filled
+    assert page.command() == filled and page.changes() == listed
     page.press("Undo")
+    assert page.changes() == {} and page.page.get_by_text("The fields are as before.").is_visible()
     assert page.field("Model path").input_value() == "" and page.field("Cutoff length").input_value() == "2048"
     assert page.page.locator("button:visible", has_text="Undo").count() == 0
 
@@ -390,6 +455,19 @@ def test_a_model_of_the_hub_is_looked_up_in_the_background(page: board.BoardPage
     assert re.search("Fits|Tight|Will not fit", page.panel())
 
 
+def test_a_hub_that_says_nothing_is_given_up_and_keeps_nobody_waiting(page: board.BoardPage) -> None:
+    page.choose("Model name", "Custom")
+    page.field("Model path").fill(board.SILENT_MODEL)
+    page.page.get_by_text("Asking the model hub").wait_for(timeout=5000)
+    page.field("GPU memory tier").click()
+    page.page.get_by_role("option", name="24 GB", exact=True).click()
+    page.field("Hardware preset").click()
+    page.page.get_by_role("option", name="24gb_lora:").wait_for(timeout=5000)
+    assert "Asking the model hub" in page.panel()
+    told = page.page.get_by_text(re.compile(f"Cannot tell: The hub cannot be reached to read .*{board.SILENT_MODEL}"))
+    told.wait_for(timeout=1000 * LONGEST_WAIT_SECONDS)
+
+
 def test_a_failed_training_says_why_in_short(page: board.BoardPage) -> None:
     page.preset("CPU / any", "cpu_smoke")
     page.type("Data dir", "mine")
@@ -418,10 +496,12 @@ def test_the_template_is_checked_and_a_sample_shown(page: board.BoardPage) -> No
 
 def test_every_element_of_ours_has_a_name_and_is_reached_by_keyboard(page: board.BoardPage) -> None:
     page.preset("24 GB", "24gb_lora")
-    wanted = ["GPU memory tier", "Hardware preset", "Keep my model and data", "Undo", "Plan for GPU", "Number of GPUs"]
-    page.field("GPU memory tier").focus()
+    page.choose("Chat template", "llama3")
+    wanted = ["Use qwen3", "Show a sample", "GPU memory tier", "Hardware preset", "Keep my model and data", "Undo",
+              "Fields changed", "Plan for GPU", "Number of GPUs"]  # fmt: skip
+    page.field("Chat template").focus()
     reached = []
-    for _ in range(30):
+    for _ in range(45):
         reached.append(
             page.page.evaluate(
                 "(document.activeElement.ariaLabel || '') + document.activeElement.innerText"

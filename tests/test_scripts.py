@@ -184,3 +184,14 @@ def test_measuring_needs_a_card_and_says_so(run: Any, tmp_path: Path) -> None:
     assert done.returncode == 2 and done.stderr.startswith("error: There is no GPU here")
     done = run(["python", ROOT / "scripts/provoke_oom.py", "out"], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2 and "no CUDA card" in done.stdout
+
+
+def test_a_page_that_loads_more_than_a_tenth_slower_is_told_by_the_exit_status() -> None:
+    sys.path.insert(0, str(ROOT / "scripts"))
+    try:
+        import bench_board
+    finally:
+        sys.path.remove(str(ROOT / "scripts"))
+    slower = bench_board.ratio([2.0, 1.0, 90.0], [0.1, 2.2, 2.4])
+    assert slower == pytest.approx(1.1)
+    assert [bench_board.status(value) for value in (0.9, 1.0, 1.0999, 1.1001, 2.0)] == [0, 0, 0, 1, 1]

@@ -62,7 +62,11 @@ class Actions:
             placement = place.preset(self.board, arguments, values)
         except UserError as error:
             return self._told(panel.message("faulty", self._lang(data), error.text))
+        last = current.changes[-1:]
         updates = self._applied(placement, values, current, self._lang(data))
+        if last:  # chosen in haste, before the page had got that
+            current.expect(placement.values, last[0].after)
+            updates |= {self.inputs[name]: gr.update(value=placement.values[name]) for name in last[0].changed}
         current.written = frozenset(arguments)
         if menu.card(data[self.ours["card"]]):
             updates[self.ours["num_cards"]] = gr.update(value=str(chosen.num_gpus))

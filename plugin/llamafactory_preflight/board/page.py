@@ -70,8 +70,9 @@ class Page:
         shows = [*(ours[name] for name in told), *ours["remedies"]]
         raw: dict[str, Any] = {**QUIET, "preprocess": False}  # also what a slider would refuse is to be judged
 
-        ours["tier"].input(actions.tier, [ours["tier"]], [ours["preset"]], **QUIET)
-        ours["preset"].input(actions.fill, every, fills, **raw)
+        # A menu that is used again before it was answered is answered for what it shows in the end.
+        ours["tier"].input(actions.tier, [ours["tier"]], [ours["preset"]], trigger_mode="always_last", **QUIET)
+        ours["preset"].input(actions.fill, every, fills, trigger_mode="always_last", **raw)
         ours["undo"].click(actions.undo, every, fills, **raw)
         ours["template_use"].click(actions.use_template, every, fills, **raw)
         for number, button in enumerate(ours["remedies"]):

@@ -63,7 +63,7 @@ class Session:
     """One open page.
 
     Attributes:
-        awaited: What the board's own handlers are to answer: by handler, the value that changed and the answer.
+        awaited: What the board's own handlers are to answer: by handler, values that will change and the answers.
         changes: Presets and remedies that were applied, the last one last.
         written: Arguments of the preset that was chosen last; Preview shows those that are false, too.
         chosen: Values that a preset put there, so that they are no choice of the user's.
@@ -71,7 +71,7 @@ class Session:
         view: What the panel was asked about last; the answer to an earlier one is not shown.
     """
 
-    awaited: dict[str, tuple[Any, tuple[Any, ...]]] = field(default_factory=dict)
+    awaited: dict[str, list[tuple[Any, tuple[Any, ...]]]] = field(default_factory=dict)
     changes: list[Change] = field(default_factory=list)
     written: frozenset[str] = frozenset()
     chosen: Values = field(default_factory=dict)
@@ -87,17 +87,20 @@ class Session:
         for handler, (driver, followers) in FOLLOWERS.items():
             if driver in values and (before is None or before.get(driver) != values[driver]):
                 if all(name in values for name in followers):
-                    self.awaited[handler] = (values[driver], tuple(values[name] for name in followers))
+                    note = (values[driver], tuple(values[name] for name in followers))
+                    others = [other for other in self.awaited.get(handler, []) if other[0] != note[0]]
+                    self.awaited[handler] = [*others, note]
 
     def answer(self, handler: str, value: Any) -> tuple[Any, ...] | None:
-        """What was noted for a handler, as long as it is called for the value that was filled in.
+        """What was noted for a handler, as long as it is called for a value that was filled in.
 
-        Browsers report one change of a menu twice.
+        Browsers report one change of a menu twice, and maybe after the next one was filled in.
         """
-        expected = self.awaited.get(handler)
-        if expected is not None and expected[0] == value:
-            return expected[1]
-        self.awaited.pop(handler, None)
+        notes = self.awaited.pop(handler, [])
+        for number, (expected, answer) in enumerate(notes):
+            if expected == value:
+                self.awaited[handler] = notes[number:]
+                return answer
         return None
 
 
