@@ -25,6 +25,8 @@ requirement() {
     printf '%s\n' "llamafactory==$1"
   fi
   [ -z "${GRADIO-}" ] || printf '%s\n' "gradio==$GRADIO"
+  # What was current with gradio 4; with later ones its page stays empty, with or without the plugin.
+  [[ ${GRADIO-} != 4.* ]] || printf '%s\n' 'pydantic==2.10.6' 'fastapi==0.112.2'
 }
 
 # The environment of one version: layer FOLDER VERSION-OR-PATH. It runs in a subshell, as common.sh works on VENV.
