@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gathering import as_recorded, follow
 from llamafactory_preflight import changes, machine, memory, remedies
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
@@ -100,43 +101,24 @@ def test_parameters_are_gathered_module_by_module_as_deepspeed_does(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recorded = RECORDED["gathering"][name]
-    steps: list[list[int]] = []
-    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
-
-    def beginning(self: Coordinator) -> None:
-        begin(self)
-        steps.append([])
-
-    def passing(self: Coordinator, members: Any) -> None:
-        look_ahead(self, members)
-        steps[-1].append(self.num_available)
-
-    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
-    monkeypatch.setattr(Coordinator, "_pass", passing)
+    forwards = follow(monkeypatch)
     _estimate_gathering(recorded)
-    assert [" ".join(map(str, step)) for step in steps] == recorded["available"]
+    assert as_recorded(forwards) == recorded["available"]
 
 
 def test_4_bit_weights_are_kept_for_the_backward_as_bitsandbytes_does(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RECORDED["gathering"]["qlora"]
-    steps: list[list[int]] = []
-    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
 
-    def beginning(self: Coordinator) -> None:
-        begin(self)
-        steps.append([])
+    def kept(coordinator: Coordinator) -> int:
+        packed = {key: views for key, views in coordinator.held.items() if key[1].endswith("_proj")}
+        return sum(
+            {id(view): coordinator.states[key].numel for key, views in packed.items() for view in views}.values()
+        )
 
-    def passing(self: Coordinator, members: Any) -> None:
-        look_ahead(self, members)
-        packed = {key: views for key, views in self.held.items() if key[1].endswith("_proj")}
-        kept = {id(view): self.states[key].numel for key, views in packed.items() for view in views}
-        steps[-1].append(sum(kept.values()))
-
-    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
-    monkeypatch.setattr(Coordinator, "_pass", passing)
+    forwards = follow(monkeypatch, kept)
     _estimate_gathering(recorded)
-    assert [" ".join(map(str, step)) for step in steps] == recorded["held"]
-    assert max(map(max, steps)) > 0
+    assert as_recorded(forwards) == recorded["held"]
+    assert max(max(numbers) for _, numbers in forwards) > 0
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from gathering import as_recorded, follow
 from llamafactory_preflight import disk, memory
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import MemoryEstimate, Ranks, sharding
 from llamafactory_preflight.memory.swapped import Swapping, swapped_files
-from llamafactory_preflight.memory.zero3 import Coordinator
 from llamafactory_preflight.memory.zero3_swapped import SwappedGradients
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription
@@ -84,22 +84,10 @@ def test_the_files_are_those_of_llamafactorys_own_trainings(
 
 @pytest.mark.parametrize("name", RAN)
 def test_parameters_are_gathered_as_far_as_they_were_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    steps: list[list[int]] = []
-    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
-
-    def beginning(self: Coordinator) -> None:
-        begin(self)
-        steps.append([])
-
-    def passing(self: Coordinator, members: Any) -> None:
-        look_ahead(self, members)
-        steps[-1].append(self.num_available)
-
-    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
-    monkeypatch.setattr(Coordinator, "_pass", passing)
+    forwards = follow(monkeypatch)
     run, shape = described(name)
     memory.estimate(run, shape, software=SOFTWARE, ranks=TWO)
-    assert [" ".join(map(str, step)) for step in steps] == RECORDED["runs"][name]["available"]
+    assert as_recorded(forwards) == RECORDED["runs"][name]["available"]
 
 
 @pytest.mark.parametrize("name", RAN)

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from gathering import follow
 from llamafactory_preflight import memory
 from llamafactory_preflight.memory import MemoryEstimate, Ranks, loss, parameters, sharding
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.estimator import evaluates
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Leaf, Ledger, run_backward
-from llamafactory_preflight.memory.zero3 import Coordinator
 from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from test_memory import MOE, VISION
@@ -41,19 +41,7 @@ def of(config: dict[str, Any], world: int = 2, **settings: Any) -> MemoryEstimat
 @pytest.mark.parametrize("name", RECORDED["runs"])
 def test_each_forward_gathers_what_it_does_in_llamafactory(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = RECORDED["runs"][name]
-    forwards: list[tuple[Coordinator, list[int]]] = []
-    begin, look_ahead = Coordinator.begin_forward, Coordinator._pass
-
-    def beginning(self: Coordinator) -> None:
-        begin(self)
-        forwards.append((self, []))
-
-    def passing(self: Coordinator, members: Any) -> None:
-        look_ahead(self, members)
-        forwards[-1][1].append(self.num_available)
-
-    monkeypatch.setattr(Coordinator, "begin_forward", beginning)
-    monkeypatch.setattr(Coordinator, "_pass", passing)
+    forwards = follow(monkeypatch)
     args = DEFAULTS | RECORDED["args"] | recorded["args"]
     args |= {"model_name_or_path": "m", "dataset": "rows", "output_dir": "out"}
     shape = ModelShape.from_config(RECORDED["models"][recorded["model"]])
