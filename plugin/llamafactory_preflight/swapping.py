@@ -11,6 +11,8 @@ ALIGNMENT = 1024
 """Bytes that each of the threads of a request reads and writes a multiple of (runtime/swap_tensor/utils.py)."""
 LEAST = 2**20
 """Bytes below which a tensor is not swapped."""
+BUFFER_SIZE = 100_000_000
+"""Elements of a parameter's buffer where the JSON names none."""
 Count = Callable[[Mapping[str, Any], str, int], int]
 """Reads a count from a section, or a default."""
 
@@ -51,7 +53,7 @@ class SwapPlan:
         aio = _section(config, "aio")
         return cls(
             param_buffers=count(param, "buffer_count", 5),
-            param_buffer_size=count(param, "buffer_size", 100_000_000),
+            param_buffer_size=count(param, "buffer_size", BUFFER_SIZE),
             max_in_cpu=count(param, "max_in_cpu", 1_000_000_000),
             optimizer_buffers=count(optimizer, "buffer_count", 4),
             reads_ahead=optimizer.get("pipeline_read") is True,

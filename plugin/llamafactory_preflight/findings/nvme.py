@@ -10,10 +10,7 @@ from llamafactory_preflight.model_shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
-
-
-BUFFER_SIZE = 100_000_000
-"""Elements of a buffer where the JSON names none (runtime/zero/offload_config.py)."""
+from llamafactory_preflight.swapping import BUFFER_SIZE
 
 
 def settings(run: RunDescription, shape: ModelShape | None, *, world: int) -> Iterator[Finding]:
