@@ -1,10 +1,11 @@
 """Times the steps of one LLaMA-Factory training whose memory is watched in every other block of ten.
 
-usage: python scripts/bench_watch.py [--pairs 12] [--json]
+usage: python scripts/bench_watch.py [--pairs 12] [--json] [KEY=VALUE ...]
 
 A block with the watch and one without stand side by side in the same run, by turns in either order, so that a machine
 that grows slower or faster does so for both; each has one step that logs. On a CUDA card it is LoRA of Qwen3-0.6B with
-weights of zeros, else a model of two small layers on the CPU. A second run, which is not timed, counts what makes the
+weights of zeros, whose short batches make the GPU wait for the CPU, else a model of two small layers on the CPU;
+LLaMA-Factory's arguments may be added, for longer ones. A second run, which is not timed, counts what makes the
 CPU wait for the GPU: by torch's own warnings, and the calls that those leave out. The exit code is 1 if a step without
 logging waits more often with the watch, or if the median of the pairs is above 0.5 %.
 """
@@ -25,6 +26,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 import measure_runs
 import qwen3_shapes
@@ -81,7 +84,7 @@ class Count:
         return counted
 
 
-def arguments(*, steps: int, on_gpu: bool) -> dict[str, Any]:
+def arguments(added: dict[str, Any], *, steps: int, on_gpu: bool) -> dict[str, Any]:
     """LLaMA-Factory's arguments of the run; the model is written first."""
     config = qwen3_shapes.config("Qwen/Qwen3-0.6B")
     name = "bench_gpu" if on_gpu else "bench_cpu"
@@ -93,7 +96,7 @@ def arguments(*, steps: int, on_gpu: bool) -> dict[str, Any]:
         "logging_steps": BLOCK,
         "gradient_accumulation_steps": 1,
     }
-    return measure_runs.arguments({"id": name, "model": name, "args": size | settings})
+    return measure_runs.arguments({"id": name, "model": name, "args": size | settings | added})
 
 
 def is_watched(step: int) -> bool:
@@ -118,6 +121,10 @@ def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[
             began.append(time.perf_counter())
             if count is not None:
                 count.step = state.global_step + 1
+            elif state.global_step and state.global_step % (2 * BLOCK) == 0:
+                first, second = (statistics.median(block) for block in blocks(steps_of(began[-2 * BLOCK - 1 :])))
+                said = f"{state.global_step} of {state.max_steps} steps, the last two blocks"
+                print(f"{said}: {first * 1000:.2f} and {second * 1000:.2f} ms a step", file=sys.stderr, flush=True)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             began.append(time.perf_counter())
@@ -129,15 +136,24 @@ def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[
     with count.counting() if count is not None else contextlib.nullcontext():
         tuner.run_exp(dict(given), callbacks=callbacks)
     taken = json.loads((Path(given["output_dir"]) / "preflight.json").read_text())["ranks"][0]["watch_seconds"]
-    return [later - earlier for earlier, later in itertools.pairwise(began)], taken
+    return steps_of(began), taken
+
+
+def steps_of(began: list[float]) -> list[float]:
+    """Seconds from each begin to the next."""
+    return [later - earlier for earlier, later in itertools.pairwise(began)]
+
+
+def blocks(seconds: list[float]) -> list[list[float]]:
+    """The steps by block."""
+    return [seconds[start : start + BLOCK] for start in range(0, len(seconds), BLOCK)]
 
 
 def compared(seconds: list[float], watch_seconds: float) -> dict[str, Any]:
     """The figures of the pairs of blocks; the first pair warms up."""
-    blocks = [seconds[start : start + BLOCK] for start in range(0, len(seconds), BLOCK)]
     pairs = [
         (first, second) if is_watched(BLOCK * number + 1) else (second, first)
-        for number, (first, second) in enumerate(itertools.pairwise(blocks))
+        for number, (first, second) in enumerate(itertools.pairwise(blocks(seconds)))
         if number % 2 == 0 and number
     ]
 
@@ -178,7 +194,7 @@ def told(result: dict[str, Any]) -> str:
     lines.append(f"the watch's own clock: {result['own_clock']:.3%} of a step")
     for name, seen in result["waits"].items():
         lines.append(f"waits for the GPU, {name} steps: {seen['without']:.2f} without, {seen['with']:.2f} with")
-    return "\n".join(lines if result["waits"] else [*lines, "no CUDA card here, so nothing waits for one"])
+    return "\n".join(lines if result["waits"] else [*lines, "waits for the GPU were not counted"])
 
 
 def main() -> int:
@@ -186,9 +202,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that are timed")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--only-time", action="store_true", help="leave out the run that counts waits")
+    parser.add_argument("added", nargs="*", metavar="KEY=VALUE", help="arguments of LLaMA-Factory")
     options = parser.parse_args()
     if options.pairs < 1:
         parser.error("it takes a pair")
+    if not all("=" in one for one in options.added):
+        parser.error(f"write arguments as KEY=VALUE, not {' '.join(options.added)}")
+    added = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.added)}
     os.environ.update({name: value for name, value in measure_runs.ENVIRONMENT.items() if "PREFLIGHT" not in name})
     os.environ |= {"LLAMAFACTORY_TEMPLATE": "off", "LLAMAFACTORY_PREFLIGHT": "warn"}
     with contextlib.suppress(ImportError):
@@ -200,14 +221,14 @@ def main() -> int:
 
     on_gpu = torch.cuda.is_available()
     steps = 2 * BLOCK * (options.pairs + 1)
-    result = compared(*trained(arguments(steps=steps, on_gpu=on_gpu))) | {"waits": {}}
-    if on_gpu:
+    result = compared(*trained(arguments(added, steps=steps, on_gpu=on_gpu))) | {"waits": {}}
+    if on_gpu and not options.only_time:
         count, few = Count(), 6 * BLOCK
-        trained(arguments(steps=few, on_gpu=True), count=count)
+        trained(arguments(added, steps=few, on_gpu=True), count=count)
         result["waits"] = waiting(count.by_step, few)
     print(json.dumps(result) if options.json else told(result), flush=True)
-    waits_more = on_gpu and result["waits"]["other"]["with"] > result["waits"]["other"]["without"]
-    return int(waits_more or result["difference_of_medians"]["median"] > LIMIT)
+    others = result["waits"].get("other", {"with": 0, "without": 0})
+    return int(others["with"] > others["without"] or result["difference_of_medians"]["median"] > LIMIT)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import json
 import shutil
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -200,46 +201,55 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([header, *(line(row) for row in sorted(rows, key=lambda row: str(row["name"])))])
 
 
+def saved_and_resumed(preset: Preset, options: argparse.Namespace, card: dict[str, Any]) -> tuple[Run, Run]:
+    """Two steps of a small model that end in a checkpoint, and two more that go on from it in other processes."""
+    whole = run_of(preset, options, card, model=SMALL)
+    folder = ROOT / "out" / f"{preset.name}.resume"
+    shutil.rmtree(folder, ignore_errors=True)
+    steps: dict[str, Any] = {"output_dir": str(folder), "save_strategy": "steps", "save_steps": 2, "cutoff_len": 1024}
+    steps |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
+    steps["dataset_dir"] = str(measure_runs.write_data("sft", 1024)[0])
+    first = replace(
+        whole,
+        name=f"{preset.name}.saved",
+        arguments=whole.arguments | steps | {"max_steps": 2},
+        keeps_output=True,
+        need_gib=12.0 * whole.num_gpus,
+        timed=False,
+    )
+    going_on = {"max_steps": STEPS, "resume_from_checkpoint": str(folder / "checkpoint-2")}
+    again = replace(first, name=f"{preset.name}.resumed", arguments=first.arguments | going_on, keeps_output=False)
+    return first, again
+
+
 def resume(chosen: list[Preset], options: argparse.Namespace, card: dict[str, Any]) -> int:
     """Trains, saves, and goes on in other processes, with every DeepSpeed preset and a small model."""
+    rows: dict[str, dict[str, Any]] = {}
+    chosen = [preset for preset in chosen if "deepspeed" in preset.arguments]
+    pairs = {preset.name: saved_and_resumed(preset, options, card) for preset in chosen}
+    for runs in zip(*pairs.values(), strict=True):
+        saved = [run for run in runs if "resume_from_checkpoint" not in run.arguments or _was_saved(run)]
+        preset_runs.run_all(
+            saved,
+            jobs=options.jobs,
+            card_gib=options.card_gib or card["total"] / GIB - 2,
+            done=lambda run, row: rows.update({run.name: row}),
+            deadline=options.deadline,
+        )
     failed = False
-    for preset in (preset for preset in chosen if "deepspeed" in preset.arguments):
-        whole = run_of(preset, options, card, model=SMALL)
-        folder = ROOT / "out" / f"{preset.name}.resume"
-        shutil.rmtree(folder, ignore_errors=True)
-        steps: dict[str, Any] = {
-            "output_dir": str(folder),
-            "save_strategy": "steps",
-            "save_steps": 2,
-            "cutoff_len": 1024,
-        }
-        steps |= {"gradient_accumulation_steps": 1, "per_device_train_batch_size": 1}
-        steps["dataset_dir"] = str(measure_runs.write_data("sft", 1024)[0])
-        first = Run(
-            name=f"{preset.name}.saved",
-            arguments=whole.arguments | steps | {"max_steps": 2},
-            num_gpus=whole.num_gpus,
-            one_gpu=whole.one_gpu,
-            keeps_output=True,
-        )
-        again = Run(
-            name=f"{preset.name}.resumed",
-            arguments=first.arguments | {"max_steps": STEPS, "resume_from_checkpoint": str(folder / "checkpoint-2")},
-            num_gpus=whole.num_gpus,
-            one_gpu=whole.one_gpu,
-        )
-        rows: list[dict[str, Any]] = []
-        for run in (first, again):
-            preset_runs.run_all(
-                [run], jobs=1, card_gib=card["total"] / GIB, done=lambda _, row: rows.append(row), deadline=300
-            )
-        shutil.rmtree(folder, ignore_errors=True)
-        good = all(row["ok"] for row in rows) and [len(row["step_seconds"]) for row in rows] == [2, STEPS - 2]
+    for name, pair in pairs.items():
+        shutil.rmtree(pair[0].arguments["output_dir"], ignore_errors=True)
+        mine = [rows.get(run.name, {"ok": False, "fault": f"{run.name} did not run"}) for run in pair]
+        good = all(row["ok"] for row in mine) and [len(row["step_seconds"]) for row in mine] == [2, STEPS - 2]
         failed |= not good
-        faults = [str(row["fault"]).strip().splitlines()[-1] for row in rows if not row["ok"]]
-        said = f"saves and resumes, losses {[row['losses'] for row in rows]}" if good else f"fails: {faults}"
-        print(f"{preset.name:28} {said}", flush=True)
+        faults = [str(row["fault"]).strip().splitlines()[-1] for row in mine if not row["ok"]]
+        said = f"saves and resumes, losses {[row['losses'] for row in mine]}" if good else f"fails: {faults}"
+        print(f"{name:28} {said}", flush=True)
     return int(failed)
+
+
+def _was_saved(run: Run) -> bool:
+    return Path(run.arguments["resume_from_checkpoint"]).exists()
 
 
 def main() -> int:
