@@ -1,13 +1,13 @@
-"""Times the steps of one LLaMA-Factory training whose memory is watched in every other block of ten.
+"""Times the steps of one LLaMA-Factory training whose memory is watched in every other step.
 
-usage: python scripts/bench_watch.py [--pairs 12] [--json] [KEY=VALUE ...]
+usage: python scripts/bench_watch.py [--steps 260] [--only-time] [--json] [KEY=VALUE ...]
 
-A block with the watch and one without stand side by side in the same run, by turns in either order, so that a machine
-that grows slower or faster does so for both; each has one step that logs. On a CUDA card it is LoRA of Qwen3-0.6B with
-weights of zeros, whose short batches make the GPU wait for the CPU, else a model of two small layers on the CPU;
-LLaMA-Factory's arguments may be added, for longer ones. A second run, which is not timed, counts what makes the
-CPU wait for the GPU: by torch's own warnings, and the calls that those leave out. The exit code is 1 if a step without
-logging waits more often with the watch, or if the median of the pairs is above 0.5 %.
+Of four steps in a row the first and the last are watched, so that a machine that grows slower or faster does so for
+both; a step that logs is compared with the ones before and after it that log. On a CUDA card it is LoRA of Qwen3-0.6B
+with weights of zeros, whose short batches make the GPU wait for the CPU, else a model of two small layers on the CPU;
+LLaMA-Factory's arguments may be added, for longer ones. A second run, which is not timed, counts what makes the CPU
+wait for the GPU: by torch's own warnings, and the calls that those leave out. The exit code is 1 if a step without
+logging waits more often with the watch, or if the watch costs more than 0.5 % of the steps' time.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import json
+import math
 import os
 import shutil
 import statistics
@@ -34,8 +35,9 @@ import qwen3_shapes
 
 
 LIMIT = 0.005
-BLOCK = 10
-"""Steps, the last of which logs."""
+LOGS = 10
+"""Every so many steps one logs; of two in a row one is watched."""
+WARM_UP = 20
 SYNC_WARNING = "called a synchronizing CUDA operation"
 SMALL = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 SMALL |= {"head_dim": 32, "intermediate_size": 256, "vocab_size": 2048, "max_window_layers": 2}
@@ -93,15 +95,15 @@ def arguments(added: dict[str, Any], *, steps: int, on_gpu: bool) -> dict[str, A
     settings = {
         "cutoff_len": 512,
         "max_steps": steps,
-        "logging_steps": BLOCK,
+        "logging_steps": LOGS,
         "gradient_accumulation_steps": 1,
     }
     return measure_runs.arguments({"id": name, "model": name, "args": size | settings | added})
 
 
 def is_watched(step: int) -> bool:
-    """Whether a step, counted from 1, belongs to a block with the watch: with, without, without, with, and so on."""
-    return (step - 1) // BLOCK % 4 in (0, 3)
+    """Whether a step, counted from 1, is watched: yes, no, no, yes, and so on."""
+    return (step - 1) % 4 in (0, 3)
 
 
 def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[float], float]:
@@ -121,10 +123,9 @@ def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[
             began.append(time.perf_counter())
             if count is not None:
                 count.step = state.global_step + 1
-            elif state.global_step and state.global_step % (2 * BLOCK) == 0:
-                first, second = (statistics.median(block) for block in blocks(steps_of(began[-2 * BLOCK - 1 :])))
-                said = f"{state.global_step} of {state.max_steps} steps, the last two blocks"
-                print(f"{said}: {first * 1000:.2f} and {second * 1000:.2f} ms a step", file=sys.stderr, flush=True)
+            elif state.global_step and state.global_step % WARM_UP == 0:
+                seconds = (began[-1] - began[-WARM_UP - 1]) / WARM_UP
+                print(f"{state.global_step} of {state.max_steps} steps, {seconds * 1000:.1f} ms each", file=sys.stderr)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             began.append(time.perf_counter())
@@ -136,46 +137,49 @@ def trained(given: dict[str, Any], *, count: Count | None = None) -> tuple[list[
     with count.counting() if count is not None else contextlib.nullcontext():
         tuner.run_exp(dict(given), callbacks=callbacks)
     taken = json.loads((Path(given["output_dir"]) / "preflight.json").read_text())["ranks"][0]["watch_seconds"]
-    return steps_of(began), taken
-
-
-def steps_of(began: list[float]) -> list[float]:
-    """Seconds from each begin to the next."""
-    return [later - earlier for earlier, later in itertools.pairwise(began)]
-
-
-def blocks(seconds: list[float]) -> list[list[float]]:
-    """The steps by block."""
-    return [seconds[start : start + BLOCK] for start in range(0, len(seconds), BLOCK)]
+    return [later - earlier for earlier, later in itertools.pairwise(began)], taken
 
 
 def compared(seconds: list[float], watch_seconds: float) -> dict[str, Any]:
-    """The figures of the pairs of blocks; the first pair warms up."""
-    pairs = [
-        (first, second) if is_watched(BLOCK * number + 1) else (second, first)
-        for number, (first, second) in enumerate(itertools.pairwise(blocks(seconds)))
-        if number % 2 == 0 and number
-    ]
+    """What the watch adds to a step, as a share of it; the first steps warm up.
 
-    def difference(middle: Callable[[list[float]], float]) -> dict[str, float]:
-        each = [middle(watched) / middle(alone) - 1 for watched, alone in pairs]
-        return {"median": statistics.median(each), "lowest": min(each), "highest": max(each)}
+    Args:
+        seconds: Of each step.
+        watch_seconds: What the watch's own clock counted in all of them.
 
-    step = statistics.median(statistics.median(alone) for _, alone in pairs)
-    return {
-        "pairs": len(pairs),
-        "step_seconds": step,
-        "difference_of_medians": difference(statistics.median),
-        "difference_of_means": difference(statistics.mean),
-        "own_clock": watch_seconds / (len(seconds) / 2) / step,
-    }
+    Returns:
+        The median of both kinds of steps together and, of each kind, the median of its comparisons with the interval
+        that holds the true median in 95 of 100 cases (by ranks, whatever the distribution).
+    """
+    differences, logged = [], []
+    for begin in range(WARM_UP + 1, len(seconds) - 2, 4):
+        four = range(begin, begin + 4)
+        if any(step % LOGS == 0 for step in four):
+            continue
+        sums = {arm: sum(seconds[step - 1] for step in four if is_watched(step) is arm) for arm in (True, False)}
+        differences.append(sums[True] / sums[False] - 1)
+    for step in range(WARM_UP + LOGS, len(seconds) - LOGS, LOGS):
+        if is_watched(step):
+            logged.append(2 * seconds[step - 1] / (seconds[step - LOGS - 1] + seconds[step + LOGS - 1]) - 1)
+    figures = {"other": between(differences), "logged": between(logged)}
+    step_seconds = statistics.median(seconds[WARM_UP:])
+    share = sum(size * figures[name]["median"] for name, size in (("other", 1 - 1 / LOGS), ("logged", 1 / LOGS)))
+    own = watch_seconds / (len(seconds) / 2) / step_seconds
+    return {"step_seconds": step_seconds, "difference": share, **figures, "own_clock": own}
+
+
+def between(values: list[float]) -> dict[str, float]:
+    """The median and the values at the ranks between which it lies in 95 of 100 cases."""
+    ordered, half = sorted(values), 0.98 * math.sqrt(len(values))
+    low, high = max(0, math.floor(len(ordered) / 2 - half)), min(len(ordered) - 1, math.ceil(len(ordered) / 2 + half))
+    return {"count": len(ordered), "median": statistics.median(ordered), "low": ordered[low], "high": ordered[high]}
 
 
 def waiting(waits: dict[int, int], steps: int) -> dict[str, dict[str, float]]:
-    """Synchronizations a step that logs and of others; the first two blocks and the last step are left out."""
+    """Synchronizations a step that logs and of others; the first steps and the last one are left out."""
     figures: dict[str, dict[str, float]] = {}
     for name, logs in (("logged", True), ("other", False)):
-        chosen = [step for step in range(2 * BLOCK + 1, steps) if (step % BLOCK == 0) is logs]
+        chosen = [step for step in range(WARM_UP + 1, steps) if (step % LOGS == 0) is logs]
         figures[name] = {
             arm: statistics.mean(waits.get(step, 0) for step in chosen if is_watched(step) is watched)
             for arm, watched in (("without", False), ("with", True))
@@ -185,13 +189,14 @@ def waiting(waits: dict[int, int], steps: int) -> dict[str, dict[str, float]]:
 
 def told(result: dict[str, Any]) -> str:
     """The result for people."""
-    lines = [f"step {result['step_seconds'] * 1000:.2f} ms, {result['pairs']} pairs of {BLOCK} steps"]
-    for name, words in (("difference_of_medians", "median step"), ("difference_of_means", "mean step")):
+    lines = [
+        f"a step takes {result['step_seconds'] * 1000:.2f} ms, the watch {result['difference']:+.2%} of it",
+    ]
+    for name, words in (("other", "steps without logging"), ("logged", "steps that log")):
         seen = result[name]
-        lines.append(
-            f"{words}: {seen['median']:+.2%} (median of the pairs; {seen['lowest']:+.2%} to {seen['highest']:+.2%})"
-        )
-    lines.append(f"the watch's own clock: {result['own_clock']:.3%} of a step")
+        span = f"{seen['low']:+.2%} to {seen['high']:+.2%} at 95 %"
+        lines.append(f"  {words}: {seen['median']:+.2%} ({span}, {seen['count']} comparisons)")
+    lines.append(f"  by the watch's own clock: {result['own_clock']:.3%}")
     for name, seen in result["waits"].items():
         lines.append(f"waits for the GPU, {name} steps: {seen['without']:.2f} without, {seen['with']:.2f} with")
     return "\n".join(lines if result["waits"] else [*lines, "waits for the GPU were not counted"])
@@ -200,13 +205,13 @@ def told(result: dict[str, Any]) -> str:
 def main() -> int:
     """Runs all pairs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks that are timed")
+    parser.add_argument("--steps", type=int, default=260, help="how many are timed, the first ones included")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only-time", action="store_true", help="leave out the run that counts waits")
     parser.add_argument("added", nargs="*", metavar="KEY=VALUE", help="arguments of LLaMA-Factory")
     options = parser.parse_args()
-    if options.pairs < 1:
-        parser.error("it takes a pair")
+    if options.steps < 3 * WARM_UP:
+        parser.error(f"it takes at least {3 * WARM_UP} steps")
     if not all("=" in one for one in options.added):
         parser.error(f"write arguments as KEY=VALUE, not {' '.join(options.added)}")
     added = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.added)}
@@ -220,15 +225,14 @@ def main() -> int:
     import torch
 
     on_gpu = torch.cuda.is_available()
-    steps = 2 * BLOCK * (options.pairs + 1)
-    result = compared(*trained(arguments(added, steps=steps, on_gpu=on_gpu))) | {"waits": {}}
+    result = compared(*trained(arguments(added, steps=options.steps, on_gpu=on_gpu))) | {"waits": {}}
     if on_gpu and not options.only_time:
-        count, few = Count(), 6 * BLOCK
+        count, few = Count(), 3 * WARM_UP
         trained(arguments(added, steps=few, on_gpu=True), count=count)
         result["waits"] = waiting(count.by_step, few)
     print(json.dumps(result) if options.json else told(result), flush=True)
     others = result["waits"].get("other", {"with": 0, "without": 0})
-    return int(others["with"] > others["without"] or result["difference_of_medians"]["median"] > LIMIT)
+    return int(others["with"] > others["without"] or result["difference"] > LIMIT)
 
 
 if __name__ == "__main__":

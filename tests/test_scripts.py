@@ -58,6 +58,11 @@ def only_error(done: subprocess.CompletedProcess[str]) -> str:
     return line
 
 
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_python_too_old(run: Any, tmp_path: Path, script: str) -> None:
     # An interpreter of 2019, as far as the script can tell: it knows its version and that the comparison fails.
@@ -137,12 +142,10 @@ def test_shell_syntax(path: Path) -> None:
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True).stderr == b""
 
 
+@pytest.mark.usefixtures("scripts")
 def test_a_row_to_share_holds_no_path_and_no_name() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import measure_peak
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    import measure_peak
+
     given = {
         "model_name_or_path": "/home/me/secret-model", "output_dir": "/home/me/out", "hf_hub_token": "hf_x",
         "lora_rank": 4, "swanlab_api_key": "k",
@@ -163,13 +166,11 @@ def test_a_row_to_share_holds_no_path_and_no_name() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.usefixtures("scripts")
 def test_what_a_yaml_leaves_out_is_measured_as_llamafactory_has_it() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import measure_peak
-        import measure_runs
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    import measure_peak
+    import measure_runs
+
     names = {field.name: field.default for field in dataclasses.fields(RunDescription)}
     measured = measure_runs.DEFAULTS | measure_peak.case_of({}, 3)["args"]
     memory = measured.keys() & names.keys() - {"lora_target", "do_train", "template", "save_strategy", "max_steps"}
@@ -186,12 +187,25 @@ def test_measuring_needs_a_card_and_says_so(run: Any, tmp_path: Path) -> None:
     assert done.returncode == 2 and "no CUDA card" in done.stdout
 
 
+@pytest.mark.usefixtures("scripts")
 def test_a_page_that_loads_more_than_a_tenth_slower_is_told_by_the_exit_status() -> None:
-    sys.path.insert(0, str(ROOT / "scripts"))
-    try:
-        import bench_board
-    finally:
-        sys.path.remove(str(ROOT / "scripts"))
+    import bench_board
+
     slower = bench_board.ratio([2.0, 1.0, 90.0], [0.1, 2.2, 2.4])
     assert slower == pytest.approx(1.1)
     assert [bench_board.status(value) for value in (0.9, 1.0, 1.0999, 1.1001, 2.0)] == [0, 0, 0, 1, 1]
+
+
+@pytest.mark.usefixtures("scripts")
+@pytest.mark.parametrize("cost", [0.0, 0.004, 0.02])
+def test_what_the_watch_costs_is_found_on_a_machine_that_slows_down(cost: float) -> None:
+    import bench_watch
+
+    def taken(step: int) -> float:
+        machine = 0.3 * (1 + step / 500 + 0.05 * (step % 97 == 0)) + 0.2 * (step % bench_watch.LOGS == 0)
+        return machine * (1 + cost * bench_watch.is_watched(step))
+
+    result = bench_watch.compared([taken(step) for step in range(1, 261)], watch_seconds=0.0)
+    assert result["difference"] == pytest.approx(cost, abs=0.003)
+    assert result["other"]["low"] <= result["other"]["median"] <= result["other"]["high"]
+    assert result["other"]["count"] >= 30 and result["logged"]["count"] >= 10
