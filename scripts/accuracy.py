@@ -10,9 +10,9 @@ measured.jsonl (what it wrote).
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -262,28 +262,36 @@ def _prediction(case: dict[str, Any], estimate: memory.MemoryEstimate) -> dict[s
     }
 
 
-def main(arguments: Sequence[str]) -> None:
+def main() -> None:
     """Prints the tables; with --accept writes them."""
-    if "--predict" in arguments:
-        for argument in arguments:
-            if argument != "--predict":
-                predict(Path(argument))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="by default every one with results")
+    parser.add_argument(
+        "--accept", action="store_true", help="write predicted_now.json, without FOLDER the tables too"
+    )
+    parser.add_argument("--predict", action="store_true", help="add to predictions.jsonl instead, before the runs")
+    options = parser.parse_args()
+    needed = "cases.json" if options.predict else "measured.jsonl"
+    missing = [str(folder) for folder in options.folders if not (folder / needed).is_file()]
+    if missing or (options.predict and not options.folders):
+        parser.error(f"name folders with {needed}; {', '.join(missing) or 'none'} is not one")
+    if options.predict:
+        for folder in options.folders:
+            predict(folder)
         return
-    accept = "--accept" in arguments
-    named = [Path(argument) for argument in arguments if argument != "--accept"]
     parts = []
-    for folder in named or sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
+    for folder in options.folders or sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
         rows = list(replay(folder))
         parts.append(f"## {folder.name}\n\n{summary(rows)}.\n\n{table(rows)}\n")
-        if accept:
+        if options.accept:
             known = {row.id: row.predicted for row in rows}
             (folder / "predicted_now.json").write_text(json.dumps(known, indent=1) + "\n")
     print("\n".join(parts))
-    if accept and not named:
+    if options.accept and not options.folders:
         readme = MEASURED / "README.md"
         head = readme.read_text().split(MARK)[0]
         readme.write_text(head + MARK + "\n\n" + "\n".join(parts))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
