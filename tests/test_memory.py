@@ -214,6 +214,21 @@ def test_weights_gradients_and_states_of_full_tuning() -> None:
     assert exact <= phases["optimizer_step"] <= exact + 3 * 512 * tensors  # each tensor rounded up to 512 bytes
 
 
+@pytest.mark.parametrize("phase", ["optimizer_step", "save"])
+def test_the_micro_batches_of_a_step_stay_while_weights_are_updated_and_saved(phase: str) -> None:
+    # What lives then was listed in a training by LLaMA-Factory: four rows of ids, and the masks of neat packing.
+    def found(**settings: Any) -> int:
+        run = replace(RUN, finetuning_type="full", **settings)
+        return estimate(run, shape(), software=SOFTWARE, card=Card()).phases[phase]
+
+    ids, mask = 4 * 2 * 1024 * 8, 2 * 1024**2 * 2
+    four = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    one = four | {"gradient_accumulation_steps": 1}
+    assert found(**four) - found(**one) == 3 * ids
+    assert found(**four, neat_packing=True) - found(**one, neat_packing=True) == 3 * (ids + mask)
+    assert found(**one, neat_packing=True) - found(**one) == mask
+
+
 def test_adapters_are_counted_in_float32() -> None:
     run = replace(RUN, lora_target=("q_proj",), lora_rank=8)
     numel = 28 * 8 * (1024 + 2048)

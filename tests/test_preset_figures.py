@@ -16,6 +16,7 @@ from llamafactory_preflight.presets import Preset
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 import qwen3_shapes  # noqa: E402
+import verify_presets  # noqa: E402
 import write_figures as figures  # noqa: E402
 
 
@@ -91,6 +92,17 @@ def test_the_record_holds_presets_within_their_memory_and_their_prediction() -> 
                 assert abs(row["predicted_gib"] / row["peak_gib"] - 1) < 0.02
             unused = row["peak_gib"] < 0.8 * row["cap_gib"]
             assert unused <= any("leaves" in line for line in header(preset)), "the header says why memory is left"
+
+
+@pytest.mark.parametrize("name", RECORD)
+def test_what_is_predicted_today_is_what_was_measured(name: str) -> None:
+    preset, row = presets.find(name), RECORD[name]
+    given = dict(preset.arguments) | {"gradient_accumulation_steps": row["accumulation"]}
+    if "deepspeed" in given:
+        given["deepspeed"] = str(ROOT / given["deepspeed"])
+    hopper = {"name": row["gpu"], "total": 150 * 10**9, "capability": [9, 0]}
+    peak = verify_presets.predicted(given, preset, hopper)
+    assert peak is not None and peak / 2**30 == pytest.approx(row["peak_gib"], rel=0.001)
 
 
 def test_results_become_figures_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from llamafactory_preflight.images import Images, blank
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.vision_shape import VisionShape
 
@@ -44,6 +46,10 @@ class Batch:
         """Tokens, padding included."""
         return self.sequences * self.length
 
+    def rotary_numel(self, head_dim: int) -> int:
+        """Elements of a table of cosines: a row a position, for each sequence where their positions differ."""
+        return (self.sequences if self.positions else 1) * self.length * head_dim
+
 
 def attention_kernel(run: RunDescription) -> str:
     """`sdpa`, `fa2` or `eager`; `auto` leaves it to transformers, which takes sdpa."""
@@ -63,6 +69,25 @@ def evaluation_batch(
 ) -> Batch:
     """The batch of one evaluation step: its size is an argument of its own, 8 by default."""
     return _batch(run, run.per_device_eval_batch_size, vision, length, images, prefetched=1)
+
+
+def fetched_bytes(run: RunDescription, batch: Batch, vision: VisionShape | None, *, mask: int) -> int:
+    """Bytes on the card of what the Trainer fetches for one step: it lets go of them when it has fetched the next.
+
+    Args:
+        run: The run.
+        batch: One of its micro-batches.
+        vision: The vision tower's sizes, if the model sees.
+        mask: Type of the masks that neat packing makes.
+
+    Source: transformers.Trainer, `batch_samples` in the training loop.
+    """
+    ids = batch.id_rows * batch.tokens * dtypes.size(INT64)
+    packed = run.neat_packing and batch.mask == "additive"
+    masks = batch.sequences * batch.length**2 * dtypes.size(mask) if packed else 0
+    tower = vision.tower if vision is not None else None
+    pixels = sum(batch.images) * tower.patch_numel * dtypes.size(FLOAT32) if tower is not None else 0
+    return (ids + masks + pixels) * batch.prefetched
 
 
 def adds_dummy_image(run: RunDescription, vision: VisionShape | None, images: Images | None = None) -> bool:

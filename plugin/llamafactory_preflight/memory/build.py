@@ -194,7 +194,7 @@ class Builder:
     def _inputs(self, batch: Batch, *, hidden: int) -> Inputs:
         """Rotary tables, mask and ids of one micro-batch."""
         shape, ops = self.shape, self.ops
-        angles = (batch.sequences if batch.positions else 1) * batch.length * shape.head_dim
+        angles = batch.rotary_numel(shape.head_dim)
         numel = batch.sequences * batch.length**2
         waiting = numel * (batch.prefetched - 1) if batch.mask == "additive" and self.run.neat_packing else 0
         mask = {

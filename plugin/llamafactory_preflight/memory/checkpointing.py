@@ -5,6 +5,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 
+from llamafactory_preflight.memory import dtypes
+from llamafactory_preflight.memory.batch import Batch
+from llamafactory_preflight.memory.dtypes import BOOL
 from llamafactory_preflight.memory.ops import Ops
 from llamafactory_preflight.memory.paper import Gradients, Leaf, Node, Storage, Tensor, run_backward
 from llamafactory_preflight.memory.quantization import quantization
@@ -35,6 +38,27 @@ def reentrant(ops: Ops, layer: Layer, x: Tensor, *, on_host: bool = False) -> Te
         return (leaf.grad,)
 
     return ops.link(out, (x,), () if on_host else (x.storage,), backward)
+
+
+def kept_arguments(run: RunDescription, batch: Batch, shape: ModelShape, *, item: int) -> int:
+    """Bytes that the graph of a backward holds after it: arguments of the layers that ran again, if any did.
+
+    They are the rotary tables, and a mask that transformers made.
+
+    Args:
+        run: The run.
+        batch: The micro-batch.
+        shape: The model.
+        item: Bytes of an element of the hidden states.
+
+    Source: torch.utils.checkpoint.CheckpointFunction, whose context holds the layer with its arguments; accelerate's
+    DeepSpeedEngineWrapper.backward, which updates weights before that graph goes.
+    """
+    if checkpointing_kind(run) not in ("reentrant", "host"):
+        return 0
+    made = {"boolean": dtypes.size(BOOL), "additive": 0 if run.neat_packing else item}
+    mask = batch.sequences * batch.length**2 * made.get(batch.mask, 0)
+    return mask + 2 * batch.rotary_numel(shape.head_dim) * item
 
 
 class _EnoughSavedError(Exception):

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import badam, dtypes, inference, optimizers, parameters, preference, statics, step
-from llamafactory_preflight.memory.batch import Batch, evaluation_batch, training_batch
+from llamafactory_preflight.memory.batch import Batch, evaluation_batch, fetched_bytes, training_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import Card, cublas_workspace
 from llamafactory_preflight.memory.host import PROCESS_BYTES, HostNeed, host_bytes, host_remarks, preprocessing_bytes
@@ -54,6 +54,7 @@ class Estimator:
             raise Unmodelled("BAdam on several GPUs takes DeepSpeed ZeRO-3, for which it has no formula yet")
         self.batch = training_batch(run, shape.vision, length, images)
         self.precision = precision(run, shape)
+        self.fetched = fetched_bytes(run, self.batch, shape.vision, mask=self.precision.compute)
         self.block = Ledger(expandable_segments=card.expandable_segments).block
         self.groups = statics.trainable_groups(run, shape)
         self.optimizer = optimizers.optimizer_memory(
@@ -144,6 +145,7 @@ class Estimator:
         if not evaluates(self.run):
             return 0
         ledger, held = self.ledger(gradients=False)
+        held.append(Storage(ledger, self.fetched, "activations"))
         ops = Ops(ledger, autocast_dtype=self.precision.autocast)
         batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
         builder = Builder(self.run, self.shape, ops, fresh_gradients=True)
@@ -163,12 +165,13 @@ class Estimator:
         resting = self.weights + self.reference + self.adapters + self.buckets + self.optimizer.masters
         busy, split = self.forward_backward()
         workspace = 2 * cublas_workspace(self.card.compute_capability)
-        stepping = resting + self.optimizer.states + self.gradients + self.optimizer.step + workspace
+        between = resting + self.optimizer.states + workspace + self.fetched
+        stepping = between + self.gradients + self.optimizer.step
         phases = {
             "load": max(resting, resting - self.buckets + self._sync_bytes()),
             "forward_backward": busy,
             "optimizer_step": stepping,
-            "save": resting + self.optimizer.states + workspace,
+            "save": between,
             "evaluate": self.evaluate(),
         }
         if stepping > busy:
@@ -177,6 +180,7 @@ class Estimator:
                 "adapters": self.adapters,
                 "gradients": self.gradients,
                 "optimizer": self.optimizer.masters + self.optimizer.states,
+                "activations": self.fetched,
                 "buffers": self.buckets + workspace + self.optimizer.step,
             }
         if phases["load"] > sum(split.values()):

@@ -108,7 +108,7 @@ class FsdpEstimator(Estimator):
             "load": self._load(),
             "forward_backward": busy[0],
             "optimizer_step": stepping[0],
-            "save": resting + self._saving(),
+            "save": resting + self.fetched + self._saving(),
             "evaluate": self.evaluate(),
         }
         return phases, split_of(phases["load"], busy, stepping)
@@ -174,6 +174,7 @@ class FsdpEstimator(Estimator):
             units.end_backward()
             del model, loss
         busy = ledger.take_peak()
+        held.append(Storage(ledger, self.fetched, "activations"))
         scratch = Storage(ledger, 0 if self.plan.offloads else self._optimizer().step, "buffers")
         stepping = ledger.take_peak()
         units.end_step()
@@ -189,6 +190,7 @@ class FsdpEstimator(Estimator):
             return 0
         ledger = Ledger(expandable_segments=self.card.expandable_segments)
         held = [Storage(ledger, size, name) for name, size in self._resting().items()]
+        held.append(Storage(ledger, self.fetched, "activations"))
         units = self._units(ledger)
         ops = _UncachedOps(ledger, autocast_dtype=self.precision.autocast)
         batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)

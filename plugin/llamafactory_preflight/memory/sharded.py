@@ -9,6 +9,7 @@ from llamafactory_preflight.memory import dtypes, host, optimizers, parameters, 
 from llamafactory_preflight.memory.batch import evaluation_batch
 from llamafactory_preflight.memory.build import ADAPTERS, Builder
 from llamafactory_preflight.memory.card import cublas_workspace
+from llamafactory_preflight.memory.checkpointing import kept_arguments
 from llamafactory_preflight.memory.dtypes import FLOAT32
 from llamafactory_preflight.memory.estimator import Estimator, evaluates, split_of
 from llamafactory_preflight.memory.module_hooks import Modules
@@ -79,12 +80,12 @@ class ShardedEstimator(Estimator):
         for rank in self._ranks():
             one, other = self._step(rank)
             busy, stepping = max(busy, one, key=mark_bytes), max(stepping, other, key=mark_bytes)
-        resting = sum(size for name, size in self._resting(0).items() if name != "gradients")
+        resting = self.fetched + sum(size for name, size in self._resting(0).items() if name != "gradients")
         phases = {
             "load": self._load(),
             "forward_backward": busy[0],
             "optimizer_step": stepping[0],
-            "save": resting + self._largest() * self.item * 2 if self.plan.stage == 3 else resting,
+            "save": resting + (self._largest() * self.item * 2 if self.plan.stage == 3 else 0),
             "evaluate": self.evaluate(),
         }
         return phases, split_of(phases["load"], busy, stepping)
@@ -107,6 +108,7 @@ class ShardedEstimator(Estimator):
             coordinator.release_all()
             coordinator.gather_persistent()
         ledger.take_peak()
+        held.append(Storage(ledger, self.fetched, "activations"))
         batch = evaluation_batch(self.run, self.shape.vision, self.eval_length, self.images)
         for _ in range(2):
             each = operations(ledger, hooks, own_linear=self.initializes)
@@ -252,6 +254,10 @@ class ShardedEstimator(Estimator):
         busy = max(busy, ledger.take_peak(), key=mark_bytes)
         if coordinator is not None:
             coordinator.release_all()
+        arguments = kept_arguments(
+            self.run, self.batch, self.shape, item=self.item
+        )  # the engine's step is in backward
+        held.append(Storage(ledger, self.fetched + arguments, "activations"))
         gradients.step(self._optimizer)
         stepping = ledger.take_peak()
         del held

@@ -112,7 +112,7 @@ def train(
     *,
     first: bool,
     pictures: Pictures | None = None,
-) -> None:
+) -> list[Batch]:
     """Runs an optimizer step beside its states, with as many micro-steps as differ in what is alive.
 
     Args:
@@ -122,19 +122,25 @@ def train(
         tracker: Follows what is allocated.
         first: Run the first step too, which has no states yet, but tunes kernels; otherwise states are only created.
         pictures: The images of every sample.
+
+    Returns:
+        The step's micro-batches, which the Trainer keeps until it has fetched those of the next.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     scaler = torch.ones((), device=CARD) if run.fp16 else None
+    batches: list[Batch] = []
     if first:
-        _micro_steps(model, run, tracker, trained, scaler, pictures, step=0)
+        batches = _micro_steps(model, run, tracker, trained, scaler, pictures, step=0)
     else:
         tracker.stretch("optimizer_step/0")
         tracker.allocating("gradients")
         for parameter in trained:
             parameter.grad = torch.empty_like(parameter)
     _optimizer_step(model, optimizer, run, tracker, trained, step=0)
-    _micro_steps(model, run, tracker, trained, scaler, pictures, step=1)
+    batches.clear()
+    batches = _micro_steps(model, run, tracker, trained, scaler, pictures, step=1)
     _optimizer_step(model, optimizer, run, tracker, trained, step=1)
+    return batches
 
 
 def _micro_steps(
@@ -146,7 +152,7 @@ def _micro_steps(
     pictures: Pictures | None,
     *,
     step: int,
-) -> None:
+) -> list[Batch]:
     tracker.stretch(f"forward_backward/{step}/data/data")
     tracker.allocating("buffers")
     rows = run.per_device_train_batch_size
@@ -164,6 +170,7 @@ def _micro_steps(
         total += loss.detach()
         del loss  # and with it the graph, as when `Trainer.training_step` returns
         tracker.belongs((parameter.grad for parameter in trained if parameter.grad is not None), "gradients")
+    return batches
 
 
 def _optimizer_step(

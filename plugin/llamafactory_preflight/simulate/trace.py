@@ -80,9 +80,9 @@ def trace(
         layers = model.decoder_layers(network, text.num_hidden_layers)
         stack.enter_context(loop.watched_layers(layers, tracker, front=front, back=back))
         pictures = Pictures.of(config, patches) if patches else None
-        loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text), pictures=pictures)
+        batches = loop.train(network, steps, run, tracker, first=liger.tunes_kernels(run, text), pictures=pictures)
         if evaluates(run):
             loop.evaluate(network, run, tracker, pictures)
         tracker.stretch("end/end")
-        del workspaces
+        del workspaces, batches
     return tracker
