@@ -31,6 +31,7 @@ import qwen3_shapes
 from llamafactory_preflight import preflight, presets
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.presets import Preset
 from measure_runs import GIB, ROOT
 from preset_runs import CONTEXT_GIB, Run
@@ -87,6 +88,12 @@ def _num_weights(folder: Path) -> int:
 
 def predicted(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> int | None:
     """Predicted peak of the fullest card in bytes; None where the run is not modelled."""
+    estimate = estimated(given, preset, card)
+    return None if estimate is None else estimate.peak_allocated_bytes
+
+
+def estimated(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> MemoryEstimate | None:
+    """What is predicted under the memory of the preset's card; None where the run is not modelled."""
     device = Device(
         name=card["name"],
         total_bytes=card["total"],
@@ -94,14 +101,13 @@ def predicted(given: dict[str, Any], preset: Preset, card: dict[str, Any]) -> in
         compute_capability=(card["capability"][0], card["capability"][1]),
         planned=True,
     )
-    result = preflight.examine(
+    return preflight.examine(
         given,
         origin=str(preset.file),
         beside=preset.file.parent,
         devices=(device,) * preset.num_gpus,
         host_budget_bytes=None,
-    )
-    return None if result.estimate is None else result.estimate.peak_allocated_bytes
+    ).estimate
 
 
 def completed(run: Run, row: dict[str, Any], card: dict[str, Any]) -> dict[str, Any]:
