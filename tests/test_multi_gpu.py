@@ -314,7 +314,9 @@ def test_zero_is_proposed_to_several_gpus_by_its_file() -> None:
     ("settings", "stages"),
     [
         ({}, [2, 3, 2, 3]),
-        ({"quantization_bit": 4, "finetuning_type": "lora"}, [2, 2]),
+        ({"quantization_bit": 4, "finetuning_type": "lora"}, [2, 3, 2, 3]),
+        ({"quantization_bit": 8, "finetuning_type": "lora"}, [2, 2]),
+        ({"quantization_bit": 4, "quantization_method": "hqq", "finetuning_type": "lora"}, [2, 2]),
         ({"pissa_init": True, "finetuning_type": "lora"}, [2, 2]),
         ({"pure_bf16": True}, []),
         ({"use_galore": True}, []),

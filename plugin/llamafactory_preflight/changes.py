@@ -95,9 +95,8 @@ def sharding(run: RunDescription, shards: Sequence[DeepSpeedFile]) -> Iterator[C
     """ZeRO for a run on several GPUs that has none, where LLaMA-Factory takes it (its parser and model/adapter.py)."""
     if run.deepspeed is not None or run.fsdp_plan is not None or run.pure_bf16 or not _plain_adamw(run):
         return
-    third = not (
-        run.predict_with_generate or run.pissa_init or run.quantization_bit or len(run.adapter_name_or_path) > 1
-    )
+    foreign = run.quantization_bit is not None and (run.quantization_method, run.quantization_bit) != ("bnb", 4)
+    third = not (run.predict_with_generate or run.pissa_init or foreign or len(run.adapter_name_or_path) > 1)
     costs = {
         2: "some speed: optimizer states and gradients are shared",
         3: "speed: weights are gathered as they are used",
