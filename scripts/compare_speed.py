@@ -178,7 +178,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8, help="how long to measure each, after its first step")
     parser.add_argument("--jobs", type=int, default=3, help="how many load at a time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
-    parser.add_argument("--json", action="store_true", help="print one JSON object a run")
+    parser.add_argument("--json", action="store_true", help="print one JSON object a run, as it ends")
     options = parser.parse_args()
     try:
         chosen = [presets.find(name) for name in options.presets]
@@ -204,12 +204,15 @@ def main() -> int:
 
     def done(run: Run, row: dict[str, Any]) -> None:
         rows.append(completed(run, row, card))
+        if options.json:
+            print(json.dumps(rows[-1]), flush=True)
         print(f"{len(rows)} of {len(runs)}: {run.name}", file=sys.stderr)
 
     left = preset_runs.run_all(
         runs, jobs=options.jobs, card_gib=card["total"] / GIB - 2, done=done, deadline=options.deadline
     )
-    print("\n".join(map(json.dumps, rows)) if options.json else table(rows))
+    if not options.json:
+        print(table(rows))
     if left:
         print(f"no time was left for {', '.join(left)}", file=sys.stderr)
     return 1 if left or not all(row["ok"] for row in rows) else 0
