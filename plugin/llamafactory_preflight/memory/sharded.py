@@ -18,15 +18,13 @@ from llamafactory_preflight.memory.optimizers import OptimizerMemory
 from llamafactory_preflight.memory.paper import Ledger, Mark, Storage, mark_bytes
 from llamafactory_preflight.memory.sharding import Parameter
 from llamafactory_preflight.memory.zero0 import WholeGradients
-from llamafactory_preflight.memory.zero2 import PartitionedGradients, flat_group
+from llamafactory_preflight.memory.zero2 import OVERFLOW_BYTES, PartitionedGradients, flat_group
 from llamafactory_preflight.memory.zero3 import Coordinator, partition
 from llamafactory_preflight.memory.zero3_engines import Engines, operations, reference_engine
 from llamafactory_preflight.memory.zero3_gradients import ShardedGradients
 from llamafactory_preflight.zero import ZeroPlan
 
 
-OVERFLOW_BYTES = 11
-"""An element: a float32 copy, three masks and a second float32 copy (_has_inf_or_nan); nothing from 0.19.6 on."""
 Gradients = WholeGradients | PartitionedGradients | ShardedGradients
 
 
@@ -67,6 +65,11 @@ class ShardedEstimator(Estimator):
     def item(self) -> int:
         """Bytes of an element of the model."""
         return dtypes.size(self.precision.trained)
+
+    @cached_property
+    def left(self) -> int:
+        """Bytes of a micro-step that are alive when its backward ends, and while the engine then updates weights."""
+        return self.fetched + kept_arguments(self.run, self.batch, self.shape, item=self.item)
 
     @cached_property
     def recent(self) -> bool:
@@ -254,10 +257,7 @@ class ShardedEstimator(Estimator):
         busy = max(busy, ledger.take_peak(), key=mark_bytes)
         if coordinator is not None:
             coordinator.release_all()
-        arguments = kept_arguments(
-            self.run, self.batch, self.shape, item=self.item
-        )  # the engine's step is in backward
-        held.append(Storage(ledger, self.fetched + arguments, "activations"))
+        held.append(Storage(ledger, self.left, "activations"))
         gradients.step(self._optimizer)
         stepping = ledger.take_peak()
         del held
@@ -268,7 +268,9 @@ class ShardedEstimator(Estimator):
         each = operations(ledger, modules, own_linear=self.initializes)
         builder = Builder(self.run, self.shape, each[0], fresh_gradients=True, gradients=gradients)
         self._run(each[0], builder, self.batch, each[-1])
+        left = Storage(ledger, self.left, "activations")
         gradients.end_backward()
+        del left
 
     def _hooks(self, ledger: Ledger, coordinator: Coordinator) -> list[Coordinator]:
         """Those of the trained model, and of a reference that has an engine of its own."""

@@ -20,6 +20,8 @@ from llamafactory_preflight.zero import ZeroPlan
 
 ALIGNMENT = 2
 """Elements; a flat group is padded to a multiple of it and the number of ranks."""
+OVERFLOW_BYTES = 11
+"""An element: a float32 copy, three masks and a second float32 copy (_has_inf_or_nan); nothing from 0.19.6 on."""
 NORM_BYTES = 8
 """Gradient norms are taken in float64."""
 
