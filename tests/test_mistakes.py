@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -47,6 +49,8 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "LoRA and BAdam": (["good.yaml", "use_badam=true"], "refuses `use_badam` with `finetuning_type: lora`"),
     "no tiny model": ([str(PRESET)], "python scripts/build_tiny_model.py --link saves/tiny-qwen3"),
 }  # fmt: skip
+if version("llamafactory") >= "0.9.5":  # 0.9.4 reads it
+    MISTAKES["JSON"] = (["good.json"], "cannot read .json files (good.json). Rename it to .yaml, as JSON is YAML too")
 STOPPED: dict[str, tuple[list[str], str]] = {
     "a template": (["good.yaml", "template=qwen33"], "LLaMA-Factory has no `template: qwen33`. The nearest are qwen3"),
     "a data set": (["good.yaml", "dataset=rowz", "dataset_dir=mine"], "dataset_info.json has no `rowz`, which"),
@@ -60,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     folder = tmp_path_factory.mktemp("mistakes")
     good = PRESET.read_text().replace("saves/tiny-qwen3", str(tiny_model))
     (folder / "good.yaml").write_text(good)
+    (folder / "good.json").write_text(json.dumps(yaml.safe_load(good)))
     (folder / "typo.yaml").write_text(good + "cutof_len: 5\n")
     (folder / "not.yaml").write_text("a: b: c")
     (folder / "list.yaml").write_text("- a\n- b\n")

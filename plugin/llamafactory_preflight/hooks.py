@@ -214,6 +214,7 @@ def _check_or_end(given: list[str]) -> list[str]:
     from llamafactory_preflight.errors import Refused, UserError
 
     try:
+        refusal.try_json(given, lambda: _parser().read_args())
         return _check(given, "launcher")
     except UserError as error:
         names = set() if isinstance(error, Refused) else arguments.names(given)
@@ -225,8 +226,11 @@ def _check_or_end(given: list[str]) -> list[str]:
 
 def _argument_names() -> set[str]:
     """The names that LLaMA-Factory's parser takes, from the classes that it takes them from."""
-    parser = importlib.import_module("llamafactory.hparams.parser")
-    return {field.name for part in parser._TRAIN_ARGS for field in fields(part) if field.init}
+    return {field.name for part in _parser()._TRAIN_ARGS for field in fields(part) if field.init}
+
+
+def _parser() -> Any:
+    return importlib.import_module("llamafactory.hparams.parser")
 
 
 def _remember_refused(error: Exception) -> None:

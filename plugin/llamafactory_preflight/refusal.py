@@ -7,6 +7,7 @@ on, with a line on what looks wrong.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
@@ -42,6 +43,28 @@ def is_certain(error: UserError, names: Collection[str], accepted: Callable[[], 
     # Megatron's arguments are another class.
     takes_any = is_enabled(os.environ, "ALLOW_EXTRA_ARGS") or is_enabled(os.environ, "USE_MCA")
     return bool(names) and not takes_any and not set(names) <= set(accepted())
+
+
+def try_json(command: list[str], read: Callable[[], object]) -> None:
+    """Has LLaMA-Factory read a JSON file: 0.9.5 hands a path to `json.load`, which takes an open file.
+
+    Args:
+        command: What stands behind `llamafactory-cli train`.
+        read: LLaMA-Factory's reader, which looks for the file in `sys.argv`.
+
+    Raises:
+        Refused: It cannot.
+    """
+    if not command or not command[0].endswith(".json") or not os.path.isfile(command[0]):
+        return
+    given, sys.argv = sys.argv, [sys.argv[0], *command]  # as its launcher leaves them
+    try:
+        read()
+    except AttributeError:
+        what = "This LLaMA-Factory cannot read .json files"
+        raise Refused(what, where=command[0], next_step="Rename it to .yaml, as JSON is YAML too") from None
+    finally:
+        sys.argv = given
 
 
 def remember_fault(error: UserError) -> None:
