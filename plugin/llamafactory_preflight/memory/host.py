@@ -102,13 +102,17 @@ def deepspeed_host(
     moved = inputs if checkpointing_kind(run) == "host" else 0
     for rank in range(ranks.local):
         if plan.stage == 3:
-            if plan.swaps:
-                swapping = Swapping(everything=everything, groups=groups, plan=plan, world=ranks.world, item=item)
-                held = swapped_host(swapping, copied, tied=tied, converted=converted)
-            else:
-                held = zero3_host(
-                    everything, groups, copied, plan, world=ranks.world, item=item, tied=tied, converted=converted
-                )
+            sharing = Swapping(
+                everything=everything,
+                groups=groups,
+                copied=copied,
+                plan=plan,
+                world=ranks.world,
+                item=item,
+                tied=tied,
+                converted=converted,
+            )
+            held = swapped_host(sharing) if plan.swaps else zero3_host(sharing)
             saved = written if rank == 0 and (plan.gather_on_save or adapters) else 0
         elif plan.stage == 0:
             held, saved = HostMemory(), state_dict

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes, parameters
 from llamafactory_preflight.memory.dtypes import FLOAT32
@@ -91,59 +92,64 @@ def zero2_host(
     return host
 
 
-def zero3_host(
-    everything: Sequence[Parameter],
-    groups: Sequence[Sequence[Parameter]],
-    copied: Sequence[Parameter],
-    plan: ZeroPlan,
-    *,
-    world: int,
-    item: int,
-    tied: int,
-    converted: int,
-) -> HostMemory:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sharing:
+    """What stage 3 shares out among the ranks.
+
+    Attributes:
+        everything: All parameters.
+        groups: What is trained, in the optimizer's groups.
+        copied: The parameters of a second model.
+        plan: DeepSpeed's settings.
+        world: Ranks.
+        item: Bytes of an element of the model.
+        tied: Elements of a head that is made and shared out like any other, and dropped for the embedding only then; 0
+            without one. Page-locked memory does not come back.
+        converted: Bytes of what loads that are made new before the shards get them.
+    """
+
+    everything: Sequence[Parameter]
+    groups: Sequence[Sequence[Parameter]]
+    copied: Sequence[Parameter] = ()
+    plan: ZeroPlan
+    world: int
+    item: int
+    tied: int = 0
+    converted: int = 0
+
+    @property
+    def trained(self) -> int:
+        """Elements of this rank's part of what is trained."""
+        return sum(partition(parameter, self.world) for group in self.groups for parameter in group)
+
+
+def zero3_host(sharing: Sharing) -> HostMemory:
     """Stage 3: shards of parameters, then flat copies of what is trained, float32 masters, gradients and states.
 
     Where masters and parameters lie on different sides, a step changes the type of a tile on the host: torch converts
-    there whatever it copies without `non_blocking`. `tied` is the size of a head that is made and sharded like any
-    other, and dropped for the embedding only then (0 without one); page-locked memory does not come back. `converted`
-    are bytes of what loads that are made new before the shards get them.
+    there whatever it copies without `non_blocking`.
     """
     host = HostMemory()
-    parameters_host(host, everything, groups, copied, plan, world=world, item=item, tied=tied, converted=converted)
-    optimizer_host(host, groups, plan, world=world, item=item)
+    parameters_host(host, sharing)
+    optimizer_host(host, sharing)
     return host
 
 
-def parameters_host(
-    host: HostMemory,
-    everything: Sequence[Parameter],
-    groups: Sequence[Sequence[Parameter]],
-    copied: Sequence[Parameter],
-    plan: ZeroPlan,
-    *,
-    world: int,
-    item: int,
-    tied: int,
-    converted: int,
-) -> None:
+def parameters_host(host: HostMemory, sharing: Sharing) -> None:
     """What stage 3 keeps in main memory of the parameters themselves, or takes there as it lays them out."""
-    if plan.offload_param != "none":
-        blocks, own = _place_shards(host, everything, plan, world=world, item=item, tied=tied)
-        host.give(host.take(converted))
-        _place_shards(host, copied, plan, world=world, item=item, tied=tied if copied else 0)
-        _flatten_trained(host, groups, blocks, own, world=world, item=item)
-    else:
-        trained = sum(partition(parameter, world) for group in groups for parameter in group)
-        host.give(host.take(max(converted, trained * item)))
+    if sharing.plan.offload_param == "none":
+        host.give(host.take(max(sharing.converted, sharing.trained * sharing.item)))
+        return
+    blocks, own = _place_shards(host, sharing, sharing.everything, tied=sharing.tied)
+    host.give(host.take(sharing.converted))
+    _place_shards(host, sharing, sharing.copied, tied=sharing.tied if sharing.copied else 0)
+    _flatten_trained(host, sharing, blocks, own)
 
 
-def optimizer_host(
-    host: HostMemory, groups: Sequence[Sequence[Parameter]], plan: ZeroPlan, *, world: int, item: int
-) -> None:
+def optimizer_host(host: HostMemory, sharing: Sharing) -> None:
     """What stage 3 keeps in main memory for the optimizer, or takes there for each step."""
-    trained = sum(partition(parameter, world) for group in groups for parameter in group)
-    sizes = [tile for group in groups for tile in tiles(group, plan.sub_group_size, world)]
+    plan, item = sharing.plan, sharing.item
+    sizes = [tile for group in sharing.groups for tile in tiles(group, plan.sub_group_size, sharing.world)]
     largest_tile = max(sizes, default=0)
     if plan.offload_optimizer == "none":
         host.passing = largest_tile * WIDE if plan.offload_param != "none" else 0
@@ -156,14 +162,15 @@ def optimizer_host(
     for size in sizes:
         host.keep(size * WIDE, pinned=plan.pin_optimizer)
     host.give(largest)
-    host.keep(trained * item, pinned=plan.pin_optimizer)
+    host.keep(sharing.trained * item, pinned=plan.pin_optimizer)
     host.take(ADAM_STATES * sum(sizes) * WIDE)
 
 
 def _place_shards(
-    host: HostMemory, everything: Sequence[Parameter], plan: ZeroPlan, *, world: int, item: int, tied: int
+    host: HostMemory, sharing: Sharing, everything: Sequence[Parameter], *, tied: int
 ) -> tuple[list[int], int]:
     """A shard for each parameter; returns the page-locked blocks, and the own bytes, of what is trained."""
+    plan, world, item = sharing.plan, sharing.world, sharing.item
     blocks, own = [], 0
     head = host.pin(-(-tied // world) * item) if plan.pin_param and tied else 0
     for parameter in everything:
@@ -181,12 +188,10 @@ def _place_shards(
     return blocks, own
 
 
-def _flatten_trained(
-    host: HostMemory, groups: Sequence[Sequence[Parameter]], blocks: Sequence[int], own: int, *, world: int, item: int
-) -> None:
+def _flatten_trained(host: HostMemory, sharing: Sharing, blocks: Sequence[int], own: int) -> None:
     """The shards of what is trained move to a flat one, which is page-locked in any case."""
-    for group in groups:
-        host.pin(sum(partition(parameter, world) for parameter in group) * item)
+    for group in sharing.groups:
+        host.pin(sum(partition(parameter, sharing.world) for parameter in group) * sharing.item)
     for block in blocks:
         host.unpin(block)
     host.give(own)

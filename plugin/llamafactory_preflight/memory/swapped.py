@@ -11,7 +11,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory import dtypes, parameters, sharding
-from llamafactory_preflight.memory.offload import ADAM_STATES, WIDE, HostMemory, optimizer_host, parameters_host
+from llamafactory_preflight.memory.offload import (
+    ADAM_STATES,
+    WIDE,
+    HostMemory,
+    Sharing,
+    optimizer_host,
+    parameters_host,
+)
 from llamafactory_preflight.memory.precision import precision
 from llamafactory_preflight.memory.sharding import Key, Parameter
 from llamafactory_preflight.memory.zero3 import partition
@@ -26,22 +33,8 @@ OPTIMIZER_TENSORS = 1 + ADAM_STATES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Swapping:
-    """What one rank swaps.
-
-    Attributes:
-        everything: All parameters.
-        groups: What is trained, in the optimizer's groups.
-        plan: DeepSpeed's settings.
-        world: Ranks.
-        item: Bytes of an element of the model.
-    """
-
-    everything: Sequence[Parameter]
-    groups: Sequence[Sequence[Parameter]]
-    plan: ZeroPlan
-    world: int
-    item: int
+class Swapping(Sharing):
+    """What one rank swaps."""
 
     def size(self, parameter: Parameter) -> int:
         """Bytes of this rank's part of a parameter."""
@@ -151,22 +144,15 @@ def swapped_files(run: RunDescription, shape: ModelShape, *, world: int) -> dict
     return {"offload_param": size["param"], "offload_optimizer": size["optimizer"] + size["gradient"]}
 
 
-def swapped_host(swapping: Swapping, copied: Sequence[Parameter], *, tied: int, converted: int) -> HostMemory:
-    """Main memory of a rank under stage 3 that swaps to an NVMe; arguments as for `zero3_host`."""
-    host, plan, world, item = HostMemory(), swapping.plan, swapping.world, swapping.item
-    everything, groups = swapping.everything, swapping.groups
-    if plan.offload_param == "nvme":
-        _parameters(host, swapping, converted)
-    else:
-        parameters_host(host, everything, groups, copied, plan, world=world, item=item, tied=tied, converted=converted)
-    if plan.offload_optimizer == "nvme":
-        _optimizer(host, swapping)
-    else:
-        optimizer_host(host, groups, plan, world=world, item=item)
+def swapped_host(swapping: Swapping) -> HostMemory:
+    """Main memory of a rank under stage 3 that swaps to an NVMe."""
+    host, plan = HostMemory(), swapping.plan
+    (_parameters if plan.offload_param == "nvme" else parameters_host)(host, swapping)
+    (_optimizer if plan.offload_optimizer == "nvme" else optimizer_host)(host, swapping)
     return host
 
 
-def _parameters(host: HostMemory, swapping: Swapping, converted: int) -> None:
+def _parameters(host: HostMemory, swapping: Swapping) -> None:
     """Buffers, shards that are too small for a file, and flat ones of what is trained and stays in main memory."""
     plan, item = swapping.plan, swapping.item
     host.pin(swapping.param_buffers)
@@ -181,7 +167,7 @@ def _parameters(host: HostMemory, swapping: Swapping, converted: int) -> None:
         else:
             host.take(size)
             own += size if parameter.key in moved else 0
-    host.give(host.take(converted))
+    host.give(host.take(swapping.converted))
     for numel in swapping.flats():
         host.pin(numel * item)
     for block in blocks:
