@@ -240,6 +240,11 @@ def unlisted(place: Place) -> None:
     place.given = {"dataset": "row", "dataset_dir": str(place.folder)}
 
 
+def without_rows(place: Place) -> None:
+    unlisted(place)
+    place.given["dataset"] = "rows"
+
+
 def without_list(place: Place) -> None:
     place.given = {"dataset": "rows", "dataset_dir": str(place.folder / "nowhere")}
 
@@ -289,6 +294,7 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "template-unknown": asks(template="qwen33"),
     "data-set-unknown": unlisted,
     "data-list-missing": without_list,
+    "data-file-missing": without_rows,
     "preset-for-more-gpus": asks("2x24gb_lora.yaml"),
     "many-workers": asks(preprocessing_num_workers=4096),
     "gpu-in-use": other_process,

@@ -79,6 +79,7 @@ def test_a_template_that_the_program_itself_registers_is_known(monkeypatch: pyte
 def test_a_data_set_is_missing_where_llamafactory_finds_none(tmp_path: Path, text: str | None, name: str) -> None:
     if text is not None:
         (tmp_path / "dataset_info.json").write_text(text)
+        (tmp_path / "a.json").write_text("[]")
     given = replace(RUN, dataset=(name,), dataset_dir=str(tmp_path))
     try:
         get_dataset_list([name], str(tmp_path))
@@ -89,6 +90,23 @@ def test_a_data_set_is_missing_where_llamafactory_finds_none(tmp_path: Path, tex
     assert [finding.severity for finding in found] == (["error"] if fails else [])
     assert all(f"{tmp_path}/dataset_info.json" in finding.message for finding in found)
     assert all(f"`{name}`" in finding.message or f"dataset: {name}" in finding.message for finding in found)
+
+
+@pytest.mark.parametrize("place", ["", "script_url", "cloud_file_name", "hf_hub_url"])
+@pytest.mark.parametrize("rows", ["a.json", "folder", "gone.json", "gone/a.json"])
+def test_a_file_of_data_is_missing_where_llamafactory_finds_none(tmp_path: Path, rows: str, place: str) -> None:
+    (tmp_path / "folder").mkdir()
+    for file in ("a.json", "folder/b.json"):
+        (tmp_path / file).write_text('[{"instruction": "a", "input": "", "output": "b"}]')
+    described = {"file_name": rows} | ({place: "x/y"} if place else {})
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"rows": described}))
+    given = replace(RUN, dataset=("rows",), dataset_dir=str(tmp_path))
+    found = list(names.data_sets(given, trains=True))
+    (listed,) = get_dataset_list(["rows"], str(tmp_path))
+    missing = listed.load_from == "file" and not (tmp_path / listed.dataset_name).exists()
+    assert missing is (rows.startswith("gone") and not place)
+    assert [finding.id for finding in found] == ["data-file-missing"] * missing
+    assert all(f"{tmp_path}/{rows} does not exist" in finding.message for finding in found)
 
 
 def test_data_that_is_elsewhere_is_not_looked_for(tmp_path: Path) -> None:

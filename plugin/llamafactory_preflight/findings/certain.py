@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from llamafactory_preflight.result import Finding
 
 
-CERTAIN = frozenset({"template-unknown", "data-set-unknown", "data-list-missing", "low-rank-optimizer"})
+CERTAIN = frozenset(
+    {"template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "low-rank-optimizer"}
+)
 
 
 def stops(found: Sequence[Finding]) -> bool:

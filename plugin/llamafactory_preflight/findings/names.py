@@ -14,6 +14,8 @@ from llamafactory_preflight.run import RunDescription
 
 
 SHOWN_NAMES = 6
+ELSEWHERE = ("hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
+"""Keys of `dataset_info.json`. Source: llamafactory/data/parser.py (get_dataset_list)."""
 NEAR = 0.5
 """How alike names are that may have been meant, from 0 to 1; difflib's 0.6 misses `nothink` for `qwen3_nothink`."""
 
@@ -64,6 +66,28 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
             return
         for name in missing:
             yield Finding(id="data-set-unknown", severity="error", message=_unknown(file, key, name, known))
+    for name in dict.fromkeys((*run.dataset, *run.eval_dataset)):
+        rows = _own_file(known.get(name))
+        if rows is not None and not (file.parent / rows).exists():
+            yield Finding(
+                id="data-file-missing",
+                severity="error" if trains else "warning",
+                message=phrase(
+                    "{rows} does not exist, where {file} says that `{name}` is. Put it there, or correct its "
+                    "`file_name`.",
+                    rows=file.parent / rows,
+                    file=file,
+                    name=name,
+                ),
+            )
+
+
+def _own_file(described: object) -> str | None:
+    """The file or folder of a data set that is on this machine; every other place counts before it."""
+    if not isinstance(described, dict) or any(place in described for place in ELSEWHERE):
+        return None
+    name = described.get("file_name")
+    return name if isinstance(name, str) else None
 
 
 def _no_list(file: Path, key: str, name: str) -> str:
