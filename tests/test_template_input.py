@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import socket
 import threading
 import time
@@ -24,6 +25,10 @@ FAULTS: dict[str, tuple[list[str], str]] = {
     "below zero": (["a.yaml", "cutoff_len=-5"], "`cutoff_len` is -5 (the command line). Give 1 or more"),
     "no template": (["a.yaml", "template=qwen33"], "LLaMA-Factory has no `template: qwen33`. The nearest are qwen3"),
     "no data set": (["a.yaml", "dataset=nothere"], "data/dataset_info.json has no `nothere`, which `dataset` names"),
+    "no data file": (
+        ["a.yaml", "dataset=lost"],
+        "data/a.json does not exist, where data/dataset_info.json says that `lost`",
+    ),
     "no folder": (["a.yaml", "--html", "no/page.html"], "The folder of no/page.html does not exist (--html)"),
     "no tiny model": (
         ["a.yaml", "model_name_or_path=saves/tiny-qwen3"],
@@ -49,7 +54,9 @@ def folder(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) ->
     text = f"model_name_or_path: {tiny_model}\nstage: sft\ndo_train: true\ntemplate: qwen3\ndataset: identity\n"
     (tmp_path / "a.yaml").write_text(text)
     (tmp_path / "data").mkdir()
-    (tmp_path / "data/dataset_info.json").write_text('{"identity": {"file_name": "identity.json"}}')
+    known = {"identity": {"file_name": "identity.json"}, "lost": {"file_name": "a.json"}}
+    (tmp_path / "data/dataset_info.json").write_text(json.dumps(known))
+    (tmp_path / "data/identity.json").write_text('[{"instruction": "Hello", "input": "", "output": "Good day."}]')
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
