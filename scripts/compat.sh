@@ -12,7 +12,7 @@ cd "$ROOT"
 
 TESTS=(tests/test_hooks.py tests/test_launch.py tests/test_arguments.py tests/test_run.py tests/test_schema.py
   tests/test_mistakes.py tests/test_mistakes_real.py
-  tests/test_presets_run.py tests/test_families.py tests/test_template_rules.py tests/test_template_fixer.py
+  tests/test_presets_run.py tests/test_deepspeed_files.py tests/test_families.py tests/test_template_rules.py tests/test_template_fixer.py
   tests/test_template_faults.py tests/test_template_matrix.py tests/test_template_export.py
   tests/test_template_board.py tests/test_template_files.py tests/test_ollama.py tests/test_board.py tests/test_board_browser.py)
 [ -z "${GRADIO-}" ] || TESTS=(tests/test_board.py tests/test_board_browser.py tests/test_template_board.py)
@@ -24,6 +24,8 @@ requirement() {
   else
     printf '%s\n' "llamafactory==$1"
   fi
+  # The last one that it takes.
+  [[ $1 != 0.9.4* ]] || printf '%s\n' 'deepspeed==0.16.9'
   [ -z "${GRADIO-}" ] || printf '%s\n' "gradio==$GRADIO"
   # What was current with gradio 4; with later ones its page stays empty, with or without the plugin.
   [[ ${GRADIO-} != 4.* ]] || printf '%s\n' 'pydantic==2.10.6' 'fastapi==0.112.2'
