@@ -19,10 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import fsdp, memory, verdict
+from llamafactory_preflight import memory, verdict
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.images import Images
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel import fsdp
 from llamafactory_preflight.run import from_arguments
 from llamafactory_preflight.software import Software
 from measure_images import patches

@@ -23,7 +23,7 @@ from typing import Any
 
 from llamafactory_preflight import memory
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 

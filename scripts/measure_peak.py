@@ -100,8 +100,10 @@ def main() -> int:
         parser.error("--steps takes 1 or more")
     with contextlib.suppress(ImportError):
         sys.path.append(str(SCRIPTS.parent / "plugin"))  # where the package is not installed
-    from llamafactory_preflight import allocator, arguments, device, hub, preflight
+    from llamafactory_preflight import arguments, device, preflight
     from llamafactory_preflight.errors import Unmodelled, UserError
+    from llamafactory_preflight.machine import allocator
+    from llamafactory_preflight.model import hub
 
     try:
         given = arguments.read(options.items)

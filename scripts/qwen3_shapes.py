@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from llamafactory_preflight import known_models
-from llamafactory_preflight.known_models import DENSE, EXPERTS, VOCABULARY_SIZE
+from llamafactory_preflight.model import known_models
+from llamafactory_preflight.model.known_models import DENSE, EXPERTS, VOCABULARY_SIZE
 
 
 # What a model is built with; the numbers of tokens are those of the tokenizer that measure_runs.py makes.

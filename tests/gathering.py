@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight.memory.zero3 import Coordinator
+from llamafactory_preflight.memory.zero.stage3 import Coordinator
 
 
 Forward = tuple[Coordinator, list[int]]

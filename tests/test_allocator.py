@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from llamafactory_preflight import allocator
+from llamafactory_preflight.machine import allocator
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import arguments, schema
+from llamafactory_preflight import arguments
+from llamafactory_preflight.arguments import schema
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software

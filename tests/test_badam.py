@@ -12,8 +12,8 @@ import pytest
 
 from llamafactory_preflight import preflight
 from llamafactory_preflight.memory import Card, Ranks, badam
-from llamafactory_preflight.memory.estimator import Estimator
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.estimators.base import Estimator
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 from test_memory import QWEN3

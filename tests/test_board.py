@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import board as boards
-from llamafactory_preflight import presets, schema
+from llamafactory_preflight import presets
+from llamafactory_preflight.arguments import schema
 from llamafactory_preflight.board import failure, fields, menu, place, words
 from llamafactory_preflight.board.fields import Element
 from llamafactory_preflight.board.lookup import Lookup, StillAsking

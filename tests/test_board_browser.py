@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 import board
-from llamafactory_preflight import presets, schema
+from llamafactory_preflight import presets
+from llamafactory_preflight.arguments import schema
 from llamafactory_preflight.board import words
 from llamafactory_preflight.board.lookup import LONGEST_WAIT_SECONDS
 from llamafactory_preflight.phrases import phrase

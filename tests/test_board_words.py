@@ -28,8 +28,7 @@ PACKAGE = Path(words.__file__).parents[1]
 AFTER_ENGLISH = json.loads(Path(words.__file__).with_name("phrases.json").read_text(encoding="utf-8"))
 # What the board never calls: commands of a terminal, the simulation, what runs in the training's process; and what the
 # template fixer says, which the board shows as `llamafactory-cli template` printed it.
-ELSEWHERE = {"cli.py", "fit_command.py", "tune_command.py", "new_preset.py", "presets.py", "arguments.py", "simulate",
-             "refusal.py", "template_command.py",
+ELSEWHERE = {"cli.py", "commands", "presets.py", "arguments/reading.py", "arguments/refusal.py", "simulate",
              "templates", "fixer", "watch"}  # fmt: skip
 ELSEWHERE_FUNCTIONS = {"taking_part", "allowed"}  # options of the command line
 SAYS = {"UserError", "Refused", "Unmodelled", "DriverError", "Finding", "Change", "Verdict", "unknown", "phrase"}
@@ -68,7 +67,8 @@ def sentences(file: Path) -> Iterator[ast.expr]:
 
 
 def board_files() -> list[Path]:
-    return [file for file in sorted(PACKAGE.rglob("*.py")) if file.relative_to(PACKAGE).parts[0] not in ELSEWHERE]
+    skipped = [PACKAGE / place for place in ELSEWHERE]
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if not any(map(file.is_relative_to, skipped))]
 
 
 def has_words(pattern: str) -> bool:

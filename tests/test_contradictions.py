@@ -13,9 +13,10 @@ from accelerate.utils.deepspeed import HfDeepSpeedConfig
 from transformers import TrainingArguments
 from transformers.integrations import deepspeed as transformers_deepspeed
 
-from llamafactory_preflight import contradictions, preflight
+from llamafactory_preflight import preflight
+from llamafactory_preflight.advice import contradictions
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import checkpoint_size, disk, host, report
-from llamafactory_preflight.checkpoint_size import Checkpoint
-from llamafactory_preflight.disk import Need
+from llamafactory_preflight import report
 from llamafactory_preflight.findings.disk import disk_after_data, disk_space
-from llamafactory_preflight.hub import ModelSource
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.machine import checkpoint_size, disk, host
+from llamafactory_preflight.machine.checkpoint_size import Checkpoint
+from llamafactory_preflight.machine.disk import Need
+from llamafactory_preflight.model.hub import ModelSource
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software

@@ -5,7 +5,7 @@ from importlib import metadata
 
 import pytest
 
-from llamafactory_preflight import doctor
+from llamafactory_preflight.commands import doctor
 
 
 def rows() -> dict[str, str]:

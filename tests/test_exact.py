@@ -14,7 +14,7 @@ import yaml
 
 from llamafactory_preflight import preflight, simulate
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.model_shape import FAMILIES
+from llamafactory_preflight.model.shape import FAMILIES
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.simulate import replay

@@ -13,7 +13,7 @@ import pytest
 from llamafactory_preflight.memory import Card, estimate
 from llamafactory_preflight.memory.card import cublas_workspace
 from llamafactory_preflight.memory.result import MemoryEstimate
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import from_arguments
 from llamafactory_preflight.software import Software
 

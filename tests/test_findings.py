@@ -11,14 +11,15 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import device, host, preflight, report
+from llamafactory_preflight import device, preflight, report
 from llamafactory_preflight.device import Device, Process, Survey
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments, bad_pairs, hardware, nvme, packages, together
 from llamafactory_preflight.findings import host as host_findings
-from llamafactory_preflight.host import MainMemory
+from llamafactory_preflight.machine import host
+from llamafactory_preflight.machine.host import MainMemory
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software

@@ -14,9 +14,11 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import device as cards
-from llamafactory_preflight import findings, host, hub, preflight, report
+from llamafactory_preflight import findings, preflight, report
 from llamafactory_preflight.findings import host as host_findings
 from llamafactory_preflight.findings import packages
+from llamafactory_preflight.machine import host
+from llamafactory_preflight.model import hub
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import GIB, MIB

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig, Trainer, TrainingArguments
 
-from llamafactory_preflight import checkpoint_size, disk, preflight
+from llamafactory_preflight import preflight
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.machine import checkpoint_size, disk
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 

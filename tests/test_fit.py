@@ -12,10 +12,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llamafactory_preflight import cli, fit, judgement, memory, report, yaml_text
+from llamafactory_preflight import cli, memory, report
+from llamafactory_preflight.advice import yaml_text
+from llamafactory_preflight.advice.remedies import Remedy
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.fitting import fit, judgement
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.settings import ALLOWABLE
@@ -251,7 +253,7 @@ def test_arguments_are_written_as_the_command_line_has_them() -> None:
 
 
 def test_fit_needs_neither_torch_nor_llamafactory() -> None:
-    code = "import sys; from llamafactory_preflight import fit, fit_command; print('torch' in sys.modules)"
+    code = "import sys; import llamafactory_preflight.commands.fit; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 

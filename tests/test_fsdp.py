@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from llamafactory_preflight import cli, fsdp, memory, preflight
+from llamafactory_preflight import cli, memory, preflight
 from llamafactory_preflight.device import planned
 from llamafactory_preflight.errors import Unmodelled, UserError
-from llamafactory_preflight.fsdp import FsdpPlan
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel import fsdp
+from llamafactory_preflight.parallel.fsdp import FsdpPlan
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import cgroups, host
-from llamafactory_preflight.host import MainMemory
+from llamafactory_preflight.machine import cgroups, host
+from llamafactory_preflight.machine.host import MainMemory
 
 
 MIB = 1024**2
@@ -157,7 +157,7 @@ def test_a_real_limit_is_seen_and_is_where_the_kernel_kills(limited_group: Path,
     script = """if True:
         import sys
         from pathlib import Path
-        from llamafactory_preflight import host
+        from llamafactory_preflight.machine import host
         group, file = Path(sys.argv[1]), Path(sys.argv[2])
         (group / "cgroup.procs").write_text("0")
         for _ in range(3):

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import hub, hub_request
 from llamafactory_preflight.errors import Unmodelled, UserError
+from llamafactory_preflight.model import hub, hub_request
 
 
 CONFIG = {"model_type": "qwen3", "hidden_size": 8}

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import judged, preflight, schema
+from llamafactory_preflight import preflight
+from llamafactory_preflight.arguments import judged, schema
 from llamafactory_preflight.run import RunDescription
 
 

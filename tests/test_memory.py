@@ -12,14 +12,14 @@ import pytest
 from llamafactory_preflight import preflight, report, verdict
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.memory import Card, estimate, inference_estimate
-from llamafactory_preflight.memory.checkpointing import non_reentrant, reentrant
-from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT32
-from llamafactory_preflight.memory.graph import Weight
-from llamafactory_preflight.memory.ops import Ops
-from llamafactory_preflight.memory.paper import COMPONENTS, Leaf, Ledger, Storage, Tensor, run_backward
+from llamafactory_preflight.memory.layers.checkpointing import non_reentrant, reentrant
+from llamafactory_preflight.memory.paper.dtypes import BFLOAT16, FLOAT32
+from llamafactory_preflight.memory.paper.graph import Weight
+from llamafactory_preflight.memory.paper.ledger import COMPONENTS, Leaf, Ledger, Storage, Tensor, run_backward
+from llamafactory_preflight.memory.paper.ops import Ops
 from llamafactory_preflight.memory.refusals import OTHER_CODE
 from llamafactory_preflight.memory.result import PHASES
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 

@@ -18,7 +18,8 @@ from llamafactory.hparams.finetuning_args import FinetuningArguments
 from llamafactory.train import trainer_utils
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from llamafactory_preflight import contradictions, schema, template_names
+from llamafactory_preflight.advice import contradictions
+from llamafactory_preflight.arguments import schema, template_names
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.findings import arguments, names
 from llamafactory_preflight.run import RunDescription

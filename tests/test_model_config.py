@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import model_config
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.model import config as model_config
 
 
 CONFIG: dict[str, Any] = {

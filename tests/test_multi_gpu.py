@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 from gathering import as_recorded, follow
-from llamafactory_preflight import changes, machine, memory, remedies
+from llamafactory_preflight import memory
+from llamafactory_preflight.advice import changes, remedies
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.machine import survey
 from llamafactory_preflight.memory import Card, MemoryEstimate, Ranks
 from llamafactory_preflight.memory.host import PROCESS_BYTES, WORKER_BYTES
-from llamafactory_preflight.memory.offload import HostMemory
-from llamafactory_preflight.memory.paper import Ledger
+from llamafactory_preflight.memory.paper.ledger import Ledger
 from llamafactory_preflight.memory.sharding import in_order
-from llamafactory_preflight.memory.zero2 import flat_group
-from llamafactory_preflight.memory.zero3 import Coordinator
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.zero.offload import HostMemory
+from llamafactory_preflight.memory.zero.stage2 import flat_group
+from llamafactory_preflight.memory.zero.stage3 import Coordinator
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
-from llamafactory_preflight.zero import ZeroPlan
 
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -280,10 +282,10 @@ def test_what_has_no_formula_is_said(settings: dict[str, Any], word: str) -> Non
 
 
 def test_the_launcher_decides_how_many_train_together() -> None:
-    assert machine.ranks_of(2, env={}) == Ranks(world=2, local=2)
-    assert machine.ranks_of(8, env={"NNODES": "2", "NPROC_PER_NODE": "4"}) == Ranks(world=8, local=4)
-    assert machine.ranks_of(1, env={"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == Ranks(world=16, local=8)
-    assert machine.ranks_of(0, env={"NNODES": "many"}) == Ranks(world=1, local=1)
+    assert survey.ranks_of(2, env={}) == Ranks(world=2, local=2)
+    assert survey.ranks_of(8, env={"NNODES": "2", "NPROC_PER_NODE": "4"}) == Ranks(world=8, local=4)
+    assert survey.ranks_of(1, env={"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}) == Ranks(world=16, local=8)
+    assert survey.ranks_of(0, env={"NNODES": "many"}) == Ranks(world=1, local=1)
 
 
 FILES = tuple(

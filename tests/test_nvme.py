@@ -13,14 +13,15 @@ from typing import Any
 import pytest
 
 from gathering import as_recorded, follow
-from llamafactory_preflight import disk, memory
+from llamafactory_preflight import memory
 from llamafactory_preflight.errors import Unmodelled
+from llamafactory_preflight.machine import disk
 from llamafactory_preflight.memory import MemoryEstimate, Ranks, sharding
-from llamafactory_preflight.memory.swapped import Swapping, swapped_files
-from llamafactory_preflight.memory.zero3_swapped import SwappedGradients
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.estimators.zero3_swapped import SwappedGradients
+from llamafactory_preflight.memory.zero.swapped import Swapping, swapped_files
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.zero import ZeroPlan
 from test_multi_gpu import SOFTWARE, deepspeed
 
 

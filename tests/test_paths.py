@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import paths
+from llamafactory_preflight.arguments import paths
 
 
 @pytest.fixture

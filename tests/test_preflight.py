@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import device, guard, host, memory, preflight, report
+from llamafactory_preflight import device, guard, memory, preflight, report
+from llamafactory_preflight.data.lengths import Longest
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.lengths import Longest
+from llamafactory_preflight.machine import host
 from llamafactory_preflight.memory import Card, MemoryEstimate
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import cli, device, paths, preset_table, presets
+from llamafactory_preflight import cli, device, presets
+from llamafactory_preflight.arguments import paths
+from llamafactory_preflight.commands import preset_table
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.units import GIB

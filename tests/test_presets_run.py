@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import presets as packed
-from llamafactory_preflight.zero import ZeroPlan
+from llamafactory_preflight.parallel.zero import ZeroPlan
 
 
 ROOT = Path(__file__).resolve().parents[1]

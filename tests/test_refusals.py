@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import fsdp, memory
+from llamafactory_preflight import memory
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import Ranks, badam, fsdp_refusals, refusals
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel import fsdp
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from test_fsdp import config

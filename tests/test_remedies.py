@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import changes, memory, paths, preflight, remedies, verdict
+from llamafactory_preflight import memory, preflight, verdict
+from llamafactory_preflight.advice import changes, remedies
+from llamafactory_preflight.advice.remedies import Remedy
+from llamafactory_preflight.arguments import paths
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 

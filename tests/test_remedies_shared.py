@@ -14,8 +14,11 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import changes, fsdp, memory, paths, remedies
+from llamafactory_preflight import memory
+from llamafactory_preflight.advice import changes, remedies
+from llamafactory_preflight.arguments import paths
 from llamafactory_preflight.memory import Ranks
+from llamafactory_preflight.parallel import fsdp
 from llamafactory_preflight.run import from_arguments
 from test_fsdp import config
 from test_remedies import GIB, Case, arguments, fitting, shape

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from llamafactory_preflight import report, verdict
+from llamafactory_preflight.advice.remedies import Remedy
 from llamafactory_preflight.device import Device, Process
 from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from llamafactory_preflight import schema
+from llamafactory_preflight.arguments import schema
 
 
 def problems(given: dict[str, object], *, allow_extra: bool = False) -> list[str]:

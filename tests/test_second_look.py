@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, IterableDataset
 
-from llamafactory_preflight import lengths
-from llamafactory_preflight.lengths import Longest
+from llamafactory_preflight.data import lengths
+from llamafactory_preflight.data.lengths import Longest
 
 
 ROOT = Path(__file__).resolve().parents[1]

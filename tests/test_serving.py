@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import device, memory, preflight
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import from_arguments
 
 

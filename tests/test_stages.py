@@ -11,12 +11,13 @@ import pytest
 
 from gathering import follow
 from llamafactory_preflight import memory
-from llamafactory_preflight.memory import MemoryEstimate, Ranks, loss, parameters, sharding
-from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.estimator import evaluates
-from llamafactory_preflight.memory.ops import Ops
-from llamafactory_preflight.memory.paper import Leaf, Ledger, run_backward
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory import MemoryEstimate, Ranks, parameters, sharding
+from llamafactory_preflight.memory.estimators.base import evaluates
+from llamafactory_preflight.memory.layers import loss
+from llamafactory_preflight.memory.paper.dtypes import FLOAT32
+from llamafactory_preflight.memory.paper.ledger import Leaf, Ledger, run_backward
+from llamafactory_preflight.memory.paper.ops import Ops
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from test_memory import MOE, VISION
 from test_multi_gpu import ROOT, SMALL, SOFTWARE, busy, deepspeed, predict

@@ -207,7 +207,7 @@ print(hooks.is_applied(main), "torch" in sys.modules)
 
 
 def test_the_pack_is_found(installed: Environment) -> None:
-    code = "from llamafactory_preflight import paths; print(paths.pack_folder())"
+    code = "from llamafactory_preflight.arguments import paths; print(paths.pack_folder())"
     pack = Path(installed.run(code).strip())
     assert pack == (ROOT if "editable" in installed.folder.name else installed.folder / "share/llamafactory-preflight")
     assert (pack / "presets" / "cpu_smoke.yaml").is_file() and (pack / "deepspeed_configs").is_dir()

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from llamafactory_preflight import cli, hub
+from llamafactory_preflight import cli
+from llamafactory_preflight.model import hub
 
 
 FAULTS: dict[str, tuple[list[str], str]] = {

@@ -10,8 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from llamafactory_preflight import judgement, memory, new_preset, sample_lengths, speed, tune
+from llamafactory_preflight import memory
+from llamafactory_preflight.commands import new_preset
+from llamafactory_preflight.data import sample_lengths
 from llamafactory_preflight.device import Device
+from llamafactory_preflight.fitting import judgement, speed, tune
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import RunDescription
 from test_fit import GIB, MAY_NOT_CHANGE, folder, preflight_of  # noqa: F401

@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from llamafactory_preflight import judgement, lengths, media, memory, preflight, simulate
+from llamafactory_preflight import memory, preflight, simulate
+from llamafactory_preflight.data import lengths, media
+from llamafactory_preflight.data.images import Counted, Images, Source
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.images import Counted, Images, Source
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.fitting import judgement
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.zero import ZeroPlan
+from llamafactory_preflight.parallel.zero import ZeroPlan
 
 
 def plan(**section: object) -> ZeroPlan:

@@ -154,14 +154,14 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
         raise UserError("--exact simulates a run as it is", next_step="Leave out --fit, --tune and --model")
     if options.output is not None:
         _check_output(options.output, force=options.force)
-    from llamafactory_preflight import fit_command, tune_command
+    from llamafactory_preflight.commands import fit, tune
 
     where = {"output": options.output, "as_json": options.json, **machine}
     if options.model is not None:
-        return tune_command.create(options.model, options.method or "lora", overrides, **where)
+        return tune.create(options.model, options.method or "lora", overrides, **where)
     if options.tune:
-        return tune_command.run(files[0], overrides, **where)
-    return fit_command.run(files[0], overrides, allow=options.allow or "", **where)
+        return tune.run(files[0], overrides, **where)
+    return fit.run(files[0], overrides, allow=options.allow or "", **where)
 
 
 def _check_output(file: Path, *, force: bool) -> None:
@@ -197,7 +197,8 @@ def _presets(argv: Sequence[str]) -> int:
     copy.add_argument("--board", action="store_true", help="as configs that LLaMA-Board can load")
     copy.add_argument("--force", action="store_true", help="overwrite files that are in the way")
     options = parser.parse_args(list(argv))
-    from llamafactory_preflight import preset_table, presets
+    from llamafactory_preflight import presets
+    from llamafactory_preflight.commands import preset_table
 
     if options.verb == "show":
         print(presets.find(options.name).file.read_text(encoding="utf-8"), end="")
@@ -224,16 +225,16 @@ def _template(argv: Sequence[str]) -> int:
     parser.add_argument("--html", type=Path, help="also write them to this page")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_intermixed_args(list(argv))
-    from llamafactory_preflight import template_command
+    from llamafactory_preflight.commands import template
 
-    return template_command.run(
+    return template.run(
         options.items[0], options.items[1:], num_samples=options.sample, html=options.html, as_json=options.json
     )
 
 
 def _doctor(argv: Sequence[str]) -> int:
     _Parser(prog="llamafactory-cli doctor", description="Shows whether the plugin works here.").parse_args(list(argv))
-    from llamafactory_preflight import doctor
+    from llamafactory_preflight.commands import doctor
 
     print("\n".join(doctor.lines()))
     return 0 if doctor.is_healthy() else 1

@@ -8,21 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from llamafactory_preflight import (
-    allocator,
-    arguments,
-    device,
-    findings,
-    fit,
-    handoff,
-    host,
-    judgement,
-    machine,
-    preflight,
-    report,
-)
-from llamafactory_preflight.images import Counted
-from llamafactory_preflight.lengths import Longest
+from llamafactory_preflight import arguments, device, findings, handoff, preflight, report
+from llamafactory_preflight.data.images import Counted
+from llamafactory_preflight.data.lengths import Longest
+from llamafactory_preflight.fitting import fit, judgement
+from llamafactory_preflight.machine import allocator, host, survey
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
 
@@ -122,7 +112,7 @@ def looked_at(
         given,
         origin=str(file or "the arguments"),
         beside=file.resolve().parent if file else None,
-        devices=machine.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
+        devices=survey.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,

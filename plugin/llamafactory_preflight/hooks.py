@@ -210,7 +210,8 @@ def _run_own_subcommand() -> None:
 
 def _check_or_end(given: list[str]) -> list[str]:
     """Looks at a run before torchrun starts. Only a mistake that LLaMA-Factory cannot get past either ends it here."""
-    from llamafactory_preflight import arguments, refusal
+    from llamafactory_preflight import arguments
+    from llamafactory_preflight.arguments import refusal
     from llamafactory_preflight.errors import Refused, UserError
 
     try:
@@ -234,13 +235,13 @@ def _parser() -> Any:
 
 
 def _remember_refused(error: Exception) -> None:
-    from llamafactory_preflight import refusal
+    from llamafactory_preflight.arguments import refusal
 
     refusal.remember_refused(error)
 
 
 def _end_with(error: Exception) -> None:
-    from llamafactory_preflight import refusal
+    from llamafactory_preflight.arguments import refusal
 
     refusal.end_with(error)
 
@@ -249,7 +250,8 @@ def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "proces
     """Looks at a run and returns what is to be added to its command line so that it fits: in `fit` mode only."""
     if "-h" in given or "--help" in given or (stage == "process" and not handoff.speaks()):
         return []
-    from llamafactory_preflight import arguments, fit, guard
+    from llamafactory_preflight import arguments, guard
+    from llamafactory_preflight.fitting import fit
 
     by_name = given if isinstance(given, dict) else arguments.read(given)
     if handoff.is_checked(by_name):
@@ -272,7 +274,8 @@ def _with_changes(given: dict[str, Any] | list[str], changes: list[str]) -> dict
 
 
 def _check_data(dataset_module: Mapping[str, Any]) -> None:
-    from llamafactory_preflight import arguments, guard, lengths
+    from llamafactory_preflight import arguments, guard
+    from llamafactory_preflight.data import lengths
 
     given = handoff.remembered()
     longest = lengths.longest(dataset_module) if given else None
@@ -285,7 +288,8 @@ def _check_data(dataset_module: Mapping[str, Any]) -> None:
 
 def _with_found_paths(given: dict[str, Any]) -> dict[str, Any]:
     """Lets LLaMA-Factory find what a preset names, in every rank, from whatever folder the run was started."""
-    from llamafactory_preflight import arguments, paths
+    from llamafactory_preflight import arguments
+    from llamafactory_preflight.arguments import paths
 
     config_file = handoff.config_file() or _command()
     beside = Path(config_file).resolve().parent if config_file.endswith(arguments.CONFIG_SUFFIXES) else None

@@ -8,29 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import (
-    arguments,
-    checkpoint_size,
-    contradictions,
-    disk,
-    findings,
-    fsdp,
-    host,
-    hub,
-    judgement,
-    machine,
-    media,
-    memory,
-    model_config,
-    paths,
-    simulate,
-    verdict,
-)
+from llamafactory_preflight import arguments, findings, memory, simulate, verdict
 from llamafactory_preflight import device as cards
+from llamafactory_preflight.advice import contradictions
+from llamafactory_preflight.arguments import paths
+from llamafactory_preflight.data import media
+from llamafactory_preflight.data.images import Counted, Images, Source
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import Unmodelled, UserError
-from llamafactory_preflight.images import Counted, Images, Source
-from llamafactory_preflight.model_shape import FAMILIES, ModelShape
+from llamafactory_preflight.fitting import judgement
+from llamafactory_preflight.machine import checkpoint_size, disk, host, survey
+from llamafactory_preflight.model import config as model_config
+from llamafactory_preflight.model import hub
+from llamafactory_preflight.model.shape import FAMILIES, ModelShape
+from llamafactory_preflight.parallel import fsdp
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.run import from_arguments
@@ -79,7 +70,7 @@ def check(
     planned = cards.planned(gpu=gpu, free=free)
     if planned is None and device is None:
         planned = cards.planned(gpu=Settings.from_environment().gpu, where=GPU_VARIABLE)
-    devices = machine.taking_part(planned, device=device, gpus=gpus)
+    devices = survey.taking_part(planned, device=device, gpus=gpus)
     beside = Path(origin).resolve().parent if origin.endswith(arguments.CONFIG_SUFFIXES) else None
     result = examine(
         given,
@@ -170,11 +161,11 @@ def examine(
         if family is not None:
             model_config.check(model.config, place=model.place, moe=family.moe)
         source = None if serves else media.source(resolved_arguments, run, model.config, count_images)
-        card, placed = machine.card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
-        ranks = memory.Ranks() if on_cpu else machine.ranks_of(len(devices), env=env)
+        card, placed = survey.card_of(decisive, num_gpus=len(devices), env=env), replace(run, use_cpu=on_cpu)
+        ranks = memory.Ranks() if on_cpu else survey.ranks_of(len(devices), env=env)
         if not (serves or run.do_train) and (run.do_eval or run.do_predict):
             raise Unmodelled("An evaluation or a prediction without training has no formula yet")
-        machine.refuse_other_code(env)
+        survey.refuse_other_code(env)
         pictures = source.of(placed, length) if source is not None else None
         if exact and serves:
             raise Unmodelled("--exact simulates trainings, and these are the arguments of a chat, an API or an export")

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import arguments, paths
+from llamafactory_preflight import arguments
+from llamafactory_preflight.arguments import paths
 from llamafactory_preflight.errors import UserError, words
 from llamafactory_preflight.units import GIB
 

@@ -9,10 +9,10 @@ from textwrap import wrap
 from typing import Any
 
 from llamafactory_preflight import __version__, verdict
+from llamafactory_preflight.advice.remedies import Remedy
+from llamafactory_preflight.data.lengths import Longest
 from llamafactory_preflight.device import Device
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.lengths import Longest
-from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.units import GIB, gib

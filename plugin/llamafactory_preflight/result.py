@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from llamafactory_preflight.advice.remedies import Remedy
+from llamafactory_preflight.data.images import Source
 from llamafactory_preflight.device import Device
-from llamafactory_preflight.images import Source
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.model_shape import ModelShape
-from llamafactory_preflight.remedies import Remedy
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.verdict import Verdict

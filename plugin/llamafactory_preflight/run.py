@@ -11,9 +11,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from llamafactory_preflight import argument_values, fsdp, judged, schema
+from llamafactory_preflight.arguments import judged, schema
+from llamafactory_preflight.arguments import values as argument_values
 from llamafactory_preflight.errors import Refused, UserError
-from llamafactory_preflight.fsdp import FsdpPlan
+from llamafactory_preflight.parallel import fsdp
+from llamafactory_preflight.parallel.fsdp import FsdpPlan
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.software import Software
 

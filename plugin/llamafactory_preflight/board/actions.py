@@ -11,7 +11,8 @@ from typing import Any
 
 import gradio as gr
 
-from llamafactory_preflight import handoff, paths, report
+from llamafactory_preflight import handoff, report
+from llamafactory_preflight.arguments import paths
 from llamafactory_preflight.board import adapter, fields, menu, panel, place, session, template_check
 from llamafactory_preflight.board.look import MODELS, look
 from llamafactory_preflight.board.place import Placement, Values

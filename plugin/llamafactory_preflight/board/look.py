@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from llamafactory_preflight import device as cards
-from llamafactory_preflight import host, machine, preflight
+from llamafactory_preflight import preflight
 from llamafactory_preflight.board.lookup import Lookup, StillAsking
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.hub import ModelSource
+from llamafactory_preflight.machine import host, survey
+from llamafactory_preflight.model.hub import ModelSource
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import GPU_VARIABLE, Settings
@@ -68,7 +69,7 @@ def look(arguments: Mapping[str, Any], *, card: str = "", num_cards: Any = None,
         arguments,
         origin="the fields",
         beside=None,
-        devices=machine.taking_part(planned, gpus=_count(num_cards, planned is not None)),
+        devices=survey.taking_part(planned, gpus=_count(num_cards, planned is not None)),
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         environ=environ,
@@ -85,9 +86,9 @@ def _count(given: Any, planned: bool) -> int | None:
         number = float(given)
     except (TypeError, ValueError):
         number = 0.5
-    if number != int(number) or not 1 <= number <= machine.MOST_GPUS:
+    if number != int(number) or not 1 <= number <= survey.MOST_GPUS:
         what = phrase("{value} is not a number of GPUs", value=given)
-        raise UserError(what, next_step=phrase("Give 1 to {most}", most=machine.MOST_GPUS))
+        raise UserError(what, next_step=phrase("Give 1 to {most}", most=survey.MOST_GPUS))
     here = len(cards.visible())
     if not planned and 0 < here < number:
         what = phrase("Only {num} GPUs are found here", num=here)

@@ -9,9 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any
 
-from llamafactory_preflight import hub
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.hub import ModelSource
+from llamafactory_preflight.model import hub
+from llamafactory_preflight.model.hub import ModelSource
 
 
 LONGEST_WAIT_SECONDS = 8.0  # two requests of at most three seconds each, and the start of a thread

@@ -7,8 +7,8 @@ from dataclasses import replace
 from html import escape
 
 from llamafactory_preflight import report, verdict
+from llamafactory_preflight.advice.remedies import Remedy
 from llamafactory_preflight.board.words import said, say
-from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.result import Finding, Result
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llamafactory_preflight import schema
+from llamafactory_preflight.arguments import schema
 from llamafactory_preflight.board import fields
 from llamafactory_preflight.board.fields import Element
 from llamafactory_preflight.errors import UserError

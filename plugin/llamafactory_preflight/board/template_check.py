@@ -18,10 +18,11 @@ import yaml
 from llamafactory.data.template import TEMPLATES
 from llamafactory.extras.constants import DEFAULT_TEMPLATE
 
-from llamafactory_preflight import hub, paths
+from llamafactory_preflight.arguments import paths
 from llamafactory_preflight.board import failure, panel
 from llamafactory_preflight.board.words import say
 from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.model import hub
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.templates import families
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.memory.build import ADAPTERS
-from llamafactory_preflight.memory.checkpointing import checkpointing_kind
+from llamafactory_preflight.memory.layers.build import ADAPTERS
+from llamafactory_preflight.memory.layers.checkpointing import checkpointing_kind
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from llamafactory_preflight import checkpoint_size, host
-from llamafactory_preflight.checkpoint_size import Checkpoint, num_saved
-from llamafactory_preflight.disk import Need, checkpoints, shortages
+from llamafactory_preflight.machine import checkpoint_size, host
+from llamafactory_preflight.machine.checkpoint_size import Checkpoint, num_saved
+from llamafactory_preflight.machine.disk import Need, checkpoints, shortages
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription

@@ -5,8 +5,8 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Mapping
 
-from llamafactory_preflight import host
 from llamafactory_preflight.device import Device, Process, sold_alike
+from llamafactory_preflight.machine import host
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription

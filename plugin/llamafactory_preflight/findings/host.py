@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from llamafactory_preflight.host import MainMemory
+from llamafactory_preflight.machine.host import MainMemory
 from llamafactory_preflight.memory import MemoryEstimate
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 
-from llamafactory_preflight import paths, template_names
+from llamafactory_preflight.arguments import paths, template_names
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from llamafactory_preflight.memory.parameters import embedding_numel, expert_tensors
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.swapping import BUFFER_SIZE
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.swapping import BUFFER_SIZE
 
 
 def settings(run: RunDescription, shape: ModelShape | None, *, world: int) -> Iterator[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from ctypes.util import find_library
 
 from llamafactory_preflight.device import Device
-from llamafactory_preflight.model_shape import FAMILIES
+from llamafactory_preflight.model.shape import FAMILIES
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from llamafactory_preflight import verdict
-from llamafactory_preflight.checkpoint_size import Checkpoint
-from llamafactory_preflight.disk import Need
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.findings import arguments, disk, hardware, host, names, nvme, packages, vision
-from llamafactory_preflight.host import MainMemory
-from llamafactory_preflight.images import Images
-from llamafactory_preflight.machine import ranks_of
+from llamafactory_preflight.machine.checkpoint_size import Checkpoint
+from llamafactory_preflight.machine.disk import Need
+from llamafactory_preflight.machine.host import MainMemory
+from llamafactory_preflight.machine.survey import ranks_of
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.settings import is_enabled
 

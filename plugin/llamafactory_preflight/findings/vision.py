@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llamafactory_preflight import memory
-from llamafactory_preflight.images import Images
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.result import Finding, Result
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llamafactory_preflight.memory.card import Card
 from llamafactory_preflight.memory.estimate import estimate
-from llamafactory_preflight.memory.inference import inference_estimate
+from llamafactory_preflight.memory.estimators.inference import inference_estimate
 from llamafactory_preflight.memory.remarks import keeps_tower
 from llamafactory_preflight.memory.result import MemoryEstimate
 from llamafactory_preflight.memory.sharding import Ranks

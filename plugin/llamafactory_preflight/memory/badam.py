@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import BFLOAT16
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import BFLOAT16
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 

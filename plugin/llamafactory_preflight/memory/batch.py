@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamafactory_preflight.images import Images, blank
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import FLOAT32, INT64
+from llamafactory_preflight.data.images import Images, blank
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import FLOAT32, INT64
+from llamafactory_preflight.model.vision import VisionShape
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.vision_shape import VisionShape
 
 
 PAD_MULTIPLE = 8

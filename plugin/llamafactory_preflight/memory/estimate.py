@@ -8,22 +8,22 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory.card import Card, cublas_workspace
-from llamafactory_preflight.memory.estimator import Estimator, evaluates
-from llamafactory_preflight.memory.fsdp import FsdpEstimator
+from llamafactory_preflight.memory.estimators.base import Estimator, evaluates
+from llamafactory_preflight.memory.estimators.fsdp import FsdpEstimator
+from llamafactory_preflight.memory.estimators.sharded import ShardedEstimator
+from llamafactory_preflight.memory.estimators.zero3_quantized import QuantizedShards
+from llamafactory_preflight.memory.estimators.zero3_swapped import SwappedShards
 from llamafactory_preflight.memory.quantization import quantization
 from llamafactory_preflight.memory.refusals import refuse
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate
-from llamafactory_preflight.memory.sharded import ShardedEstimator
 from llamafactory_preflight.memory.sharding import Ranks
-from llamafactory_preflight.memory.zero3_quantized import QuantizedShards
-from llamafactory_preflight.memory.zero3_swapped import SwappedShards
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
-from llamafactory_preflight.zero import ZeroPlan
 
 
 __all__ = ["PHASES", "Card", "MemoryEstimate", "Ranks", "cublas_workspace", "estimate", "evaluates"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llamafactory_preflight.fsdp import FsdpPlan
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.checkpointing import checkpointing_kind
-from llamafactory_preflight.memory.dtypes import BFLOAT16
+from llamafactory_preflight.memory.layers.checkpointing import checkpointing_kind
 from llamafactory_preflight.memory.optimizers import TORCH_ADAMW
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import BFLOAT16
 from llamafactory_preflight.memory.quantization import quantization
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.fsdp import FsdpPlan
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory.build import ADAPTERS
-from llamafactory_preflight.memory.checkpointing import checkpointing_kind
-from llamafactory_preflight.memory.offload import HostMemory, zero2_host, zero3_host
+from llamafactory_preflight.memory.layers.build import ADAPTERS
+from llamafactory_preflight.memory.layers.checkpointing import checkpointing_kind
 from llamafactory_preflight.memory.optimizers import BITSANDBYTES
 from llamafactory_preflight.memory.sharding import Parameter, Ranks
-from llamafactory_preflight.memory.swapped import Swapping, swapped_host
+from llamafactory_preflight.memory.zero.offload import HostMemory, zero2_host, zero3_host
+from llamafactory_preflight.memory.zero.swapped import Swapping, swapped_host
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.zero import ZeroPlan
 
 
 PROCESS_BYTES = int(1.15 * 2**30)

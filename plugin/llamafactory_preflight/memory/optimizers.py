@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT32
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import BFLOAT16, FLOAT32
 from llamafactory_preflight.memory.statics import Group, tensor_bytes
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription

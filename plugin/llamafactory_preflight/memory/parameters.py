@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 

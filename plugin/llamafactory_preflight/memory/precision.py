@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from llamafactory_preflight.fsdp import FsdpPlan
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.fsdp import FsdpPlan
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.run import RunDescription
-from llamafactory_preflight.zero import ZeroPlan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from llamafactory_preflight.memory import loss, step
-from llamafactory_preflight.memory.dtypes import FLOAT32
-from llamafactory_preflight.memory.graph import Weight
-from llamafactory_preflight.memory.module_hooks import MODEL
-from llamafactory_preflight.memory.ops import Ops
-from llamafactory_preflight.memory.paper import Tensor
-from llamafactory_preflight.memory.step import Model
+from llamafactory_preflight.memory.layers import loss, step
+from llamafactory_preflight.memory.layers.step import Model
+from llamafactory_preflight.memory.paper.dtypes import FLOAT32
+from llamafactory_preflight.memory.paper.graph import Weight
+from llamafactory_preflight.memory.paper.ledger import Tensor
+from llamafactory_preflight.memory.paper.module_hooks import MODEL
+from llamafactory_preflight.memory.paper.ops import Ops
 from llamafactory_preflight.run import RunDescription
 
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.memory import dtypes
-from llamafactory_preflight.memory.dtypes import FLOAT16, FLOAT32
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import FLOAT16, FLOAT32
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 

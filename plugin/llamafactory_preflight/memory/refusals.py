@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.images import Images
 from llamafactory_preflight.memory import badam, fsdp_refusals, preference
-from llamafactory_preflight.memory.build import ADAPTERS
+from llamafactory_preflight.memory.layers.build import ADAPTERS
 from llamafactory_preflight.memory.parameters import expert_linears, lora_targets
 from llamafactory_preflight.memory.quantization import Quantized, quantization
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
+from llamafactory_preflight.parallel.zero import ZeroPlan
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
-from llamafactory_preflight.zero import ZeroPlan
 
 
 OTHER_CODE = (

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llamafactory_preflight.images import Images
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.memory import badam
 from llamafactory_preflight.memory.batch import Batch, adds_dummy_image, attention_kernel
-from llamafactory_preflight.memory.build import ADAPTERS
-from llamafactory_preflight.memory.checkpointing import hooks_inputs
+from llamafactory_preflight.memory.layers.build import ADAPTERS
+from llamafactory_preflight.memory.layers.checkpointing import hooks_inputs
 from llamafactory_preflight.memory.quantization import quantization
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 

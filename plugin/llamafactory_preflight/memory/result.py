@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from llamafactory_preflight.memory.card import Card
-from llamafactory_preflight.memory.paper import COMPONENTS
+from llamafactory_preflight.memory.paper.ledger import COMPONENTS
 
 
 PHASES = ("load", "forward_backward", "optimizer_step", "save", "evaluate")

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Protocol
 
 from llamafactory_preflight.memory import parameters
-from llamafactory_preflight.memory.paper import Leaf, Storage
+from llamafactory_preflight.memory.paper.ledger import Leaf, Storage
 from llamafactory_preflight.memory.parameters import LinearShape
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription
 
 

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from llamafactory_preflight.errors import Unmodelled
-from llamafactory_preflight.memory import dtypes, parameters
-from llamafactory_preflight.memory.dtypes import INT64
+from llamafactory_preflight.memory import parameters
+from llamafactory_preflight.memory.paper import dtypes
+from llamafactory_preflight.memory.paper.dtypes import INT64
 from llamafactory_preflight.memory.quantization import quantization, weight_bytes
-from llamafactory_preflight.model_shape import ModelShape
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.run import RunDescription
 

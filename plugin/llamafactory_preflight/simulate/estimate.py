@@ -9,11 +9,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled, words
-from llamafactory_preflight.images import Images
-from llamafactory_preflight.memory.build import ADAPTERS
 from llamafactory_preflight.memory.card import Card
 from llamafactory_preflight.memory.host import host_bytes, host_remarks
+from llamafactory_preflight.memory.layers.build import ADAPTERS
 from llamafactory_preflight.memory.result import PHASES, MemoryEstimate, bounds
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software

@@ -10,7 +10,7 @@ from llamafactory_preflight.failing import fail_open
 
 
 if TYPE_CHECKING:
-    from llamafactory_preflight.lengths import Longest
+    from llamafactory_preflight.data.lengths import Longest
     from llamafactory_preflight.watch.training import Training
 
 _current: list[Training | None] = [None]

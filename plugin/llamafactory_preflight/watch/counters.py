@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from llamafactory_preflight import host
+from llamafactory_preflight.machine import host
 from llamafactory_preflight.settings import is_enabled
 
 

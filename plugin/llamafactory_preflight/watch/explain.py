@@ -8,10 +8,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from textwrap import wrap
 
-from llamafactory_preflight import judgement, remedies, report, verdict
+from llamafactory_preflight import report, verdict
+from llamafactory_preflight.advice import remedies
+from llamafactory_preflight.advice.remedies import Remedy
 from llamafactory_preflight.device.processes import name_of
+from llamafactory_preflight.fitting import judgement
 from llamafactory_preflight.memory import MemoryEstimate
-from llamafactory_preflight.remedies import Remedy
 from llamafactory_preflight.report import size
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.units import MIB

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import host
+from llamafactory_preflight.machine import host
 from llamafactory_preflight.watch import kills
 from llamafactory_preflight.watch.state import State
 

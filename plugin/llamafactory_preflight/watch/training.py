@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llamafactory_preflight import arguments, guard, handoff
-from llamafactory_preflight.lengths import Longest
+from llamafactory_preflight.data.lengths import Longest
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import Settings
 from llamafactory_preflight.software import Software

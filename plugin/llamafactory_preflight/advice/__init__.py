@@ -1,0 +1,1 @@
+"""Changes to a run: what each costs, and which settings do not go together."""

@@ -1,0 +1,1 @@
+"""The subcommands, each in a module of its own."""

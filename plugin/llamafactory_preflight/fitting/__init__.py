@@ -1,0 +1,1 @@
+"""A run judged again with changes, until one fits or none is faster."""

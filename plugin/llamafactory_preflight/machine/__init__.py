@@ -1,0 +1,1 @@
+"""What this machine offers a run: main memory, disk, processes and their GPUs."""

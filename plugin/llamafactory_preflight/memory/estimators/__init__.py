@@ -1,0 +1,1 @@
+"""Whole runs on paper: on one GPU, under DeepSpeed, under FSDP, and without training."""

@@ -1,0 +1,1 @@
+"""How the processes of a run share it, as its files say: DeepSpeed's ZeRO and FSDP."""
