@@ -105,16 +105,28 @@ def test_a_name_that_stands_for_nothing_stops_a_run_below_its_report(
     assert STOPPED[name][1] in said and "error: " in said and "Stopped before loading anything" in said
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_llamafactory_itself_refuses_is_its_sentence_without_a_traceback(
-    run: Callable[..., Any], folder: Path
+    run: Callable[..., Any], folder: Path, tmp_path: Path, num_ranks: int
 ) -> None:
     command = ["llamafactory-cli", "train", "good.yaml", "finetuning_type=full", "quantization_bit=4", "output_dir=o1"]
-    done = run(command, cwd=folder, env=ON_CPU)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    assert LINE.findall(done.stderr)[-1] == (
-        "llamafactory-preflight: LLaMA-Factory refuses these arguments: Quantization is only compatible with the LoRA "
-        "or OFT method."
+    env = ON_CPU | {"TMPDIR": str(tmp_path)}
+    if num_ranks > 1:
+        env |= {"FORCE_TORCHRUN": "1", "NPROC_PER_NODE": str(num_ranks)}
+    done = run(command, cwd=folder, env=env)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert (
+        last
+        == LINE.findall(done.stderr)[-1]
+        == (
+            "llamafactory-preflight: LLaMA-Factory refuses these arguments: Quantization is only compatible with the LoRA "
+            "or OFT method."
+        )
     )
+    assert list(tmp_path.glob("llamafactory-preflight-*")) == []
+    tracebacks = re.findall(r"^(.*)Traceback .*\n +File \"(.*?)\"", done.stderr, re.MULTILINE)
+    assert [Path(file).name for _, file in tracebacks] == ([] if num_ranks == 1 else ["torchrun"]), tracebacks
 
 
 def test_a_doubtful_value_goes_on_and_is_named_again_where_llamafactory_fails(

@@ -16,6 +16,7 @@ from types import ModuleType
 from typing import Any, Literal
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.arguments import refusal
 from llamafactory_preflight.board import around as board
 from llamafactory_preflight.failing import fail_open as _fail_open
 from llamafactory_preflight.fixer import around as fixer
@@ -55,16 +56,9 @@ def _around_launch(original: Callable[..., Any]) -> Callable[..., Any]:
         command, arguments = _command(), sys.argv[2:]
         if command == "train" and arguments:
             sys.argv += _fail_open(functools.partial(_check_or_end, arguments), [])
-        kills_before: dict[str, int] = {}
         if command == "train":
-            kills_before = _fail_open(watch.kills_so_far, kills_before)
-        try:
-            result = original(*args, **kwargs)
-        except Exception as error:
-            if command == "train":
-                _fail_open(functools.partial(watch.answer_for_children, error, arguments, kills_before), None)
-                _fail_open(functools.partial(_end_with, error), None)
-            raise
+            return _answering(functools.partial(original, *args, **kwargs), arguments)
+        result = original(*args, **kwargs)
         if command in ("", "help"):
             print(USAGE)
         return result
@@ -87,7 +81,7 @@ def _around_get_train_args(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return original(args, *others, **named)
         except Exception as error:
-            _fail_open(functools.partial(_remember_refused, error), None)
+            _fail_open(functools.partial(_refused, error), None)
             raise
 
     return get_train_args
@@ -211,7 +205,6 @@ def _run_own_subcommand() -> None:
 def _check_or_end(given: list[str]) -> list[str]:
     """Looks at a run before torchrun starts. Only a mistake that LLaMA-Factory cannot get past either ends it here."""
     from llamafactory_preflight import arguments
-    from llamafactory_preflight.arguments import refusal
     from llamafactory_preflight.errors import Refused, UserError
 
     try:
@@ -234,16 +227,25 @@ def _parser() -> Any:
     return importlib.import_module("llamafactory.hparams.parser")
 
 
-def _remember_refused(error: Exception) -> None:
-    from llamafactory_preflight.arguments import refusal
-
+def _refused(error: Exception) -> None:
     refusal.remember_refused(error)
+    refusal.end_rank(error)
 
 
-def _end_with(error: Exception) -> None:
-    from llamafactory_preflight.arguments import refusal
-
-    refusal.end_with(error)
+def _answering(launch: Callable[[], Any], arguments: list[str]) -> Any:
+    """Trains, and says in one message what a traceback of LLaMA-Factory or of torchrun does not."""
+    nothing: dict[str, int] = {}
+    kills_before = _fail_open(watch.kills_so_far, nothing)
+    note = _fail_open(refusal.open_note, None)
+    try:
+        return launch()
+    except Exception as error:
+        _fail_open(functools.partial(watch.answer_for_children, error, arguments, kills_before), None)
+        _fail_open(functools.partial(refusal.end_with, error, note), None)
+        raise
+    finally:
+        if note is not None:
+            _fail_open(functools.partial(refusal.close_note, note), None)
 
 
 def _check(given: dict[str, Any] | list[str], stage: Literal["launcher", "process"]) -> list[str]:

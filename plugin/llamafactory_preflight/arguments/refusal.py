@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import NoReturn
 
 from llamafactory_preflight.errors import Refused, UserError, words
@@ -17,6 +19,7 @@ from llamafactory_preflight.settings import is_enabled
 
 REFUSALS = (ValueError, AssertionError, ImportError, OSError)
 """What LLaMA-Factory's parser raises for arguments that it does not take; of others a traceback may be wanted."""
+NOTE_VARIABLE = "LLAMAFACTORY_PREFLIGHT_REFUSED"
 _fault: list[UserError] = []
 _refused: list[Exception] = []
 
@@ -77,15 +80,47 @@ def remember_refused(error: Exception) -> None:
     _refused[:] = [error]
 
 
-def end_with(error: Exception) -> None:
+def open_note() -> Path:
+    """Makes a file in which a rank can say why LLaMA-Factory refuses its arguments; children find it by a variable."""
+    handle, name = tempfile.mkstemp(prefix="llamafactory-preflight-")
+    os.close(handle)
+    os.environ[NOTE_VARIABLE] = name
+    return Path(name)
+
+
+def close_note(note: Path) -> None:
+    """Removes it."""
+    os.environ.pop(NOTE_VARIABLE, None)
+    note.unlink(missing_ok=True)
+
+
+def end_rank(error: Exception) -> None:
+    """Ends a rank without a traceback where LLaMA-Factory's parser refuses its arguments, with a note for the parent.
+
+    Raises:
+        SystemExit: It does, and torchrun has started this process on behalf of `llamafactory-cli train`.
+    """
+    note, said = os.environ.get(NOTE_VARIABLE), _said(error)
+    if note and said and isinstance(error, REFUSALS) and "LOCAL_WORLD_SIZE" in os.environ:
+        Path(note).write_text(said, encoding="utf-8")  # the same for every rank
+        raise SystemExit(1) from None
+
+
+def end_with(error: Exception, note: Path | None) -> None:
     """Ends with one message instead of a traceback where LLaMA-Factory has failed for a mistake of the user's.
 
     Raises:
         SystemExit: It has.
     """
-    by_parser = any(error is refused for refused in _refused)
-    said = words(error).rstrip(".")
+    noted = note.read_text(encoding="utf-8") if note else ""
+    by_parser = bool(noted) or any(error is refused for refused in _refused)
+    said = noted or _said(error)
     if _fault and (by_parser or isinstance(error, (TypeError, ValueError))):
-        end(f"LLaMA-Factory has failed ({type(error).__name__}: {said}), most likely for this: {_fault[0]}")
-    if by_parser and said and isinstance(error, REFUSALS):
+        kind = "" if noted else f"{type(error).__name__}: "
+        end(f"LLaMA-Factory has failed ({kind}{said}), most likely for this: {_fault[0]}")
+    if by_parser and said and (noted or isinstance(error, REFUSALS)):
         end(f"LLaMA-Factory refuses these arguments: {said}.")
+
+
+def _said(error: Exception) -> str:
+    return words(error).rstrip(".")
