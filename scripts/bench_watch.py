@@ -215,6 +215,8 @@ def main() -> int:
     if not all("=" in one for one in options.added):
         parser.error(f"write arguments as KEY=VALUE, not {' '.join(options.added)}")
     added = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.added)}
+    if "output_dir" in added:
+        parser.error("output_dir is a temporary folder here, which is emptied before each run")
     os.environ.update({name: value for name, value in measure_runs.ENVIRONMENT.items() if "PREFLIGHT" not in name})
     os.environ |= {"LLAMAFACTORY_TEMPLATE": "off", "LLAMAFACTORY_PREFLIGHT": "warn"}
     with contextlib.suppress(ImportError):

@@ -169,6 +169,8 @@ def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantiz
 
 def main() -> None:
     """One rank; the first one writes what all of them counted."""
+    if "RANK" not in os.environ:
+        raise SystemExit(__doc__)
     rank = os.environ["RANK"]
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29811"}
     import deepspeed

@@ -2,7 +2,8 @@
 
 usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_nvme.py FOLDER & done; wait
 
-FOLDER takes what is offloaded; it is the place of an NVMe, and any disk that allows direct reads and writes will do.
+A folder in FOLDER takes what is offloaded and is removed again; FOLDER stands for an NVMe, and any disk that allows
+direct reads and writes will do.
 The model and the configurations are those of the file. Noted of every run are the bytes of the files in FOLDER, of the
 swap buffers, of optimizer states that lie outside of these before each micro-step and at the end, and of gradients
 that do before each step; and how many elements count as gathered after each module, a line for each micro-step. Of a
@@ -142,7 +143,11 @@ def record(model: dict[str, Any], run: dict[str, Any], folder: Path) -> dict[str
 
 def main() -> None:
     """One rank; the first one writes what all of them counted."""
-    rank, folder = os.environ["RANK"], Path(sys.argv[1])
+    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir() or "RANK" not in os.environ:
+        raise SystemExit(__doc__)
+    rank, folder = os.environ["RANK"], Path(sys.argv[1]) / "recorded_nvme"
+    if folder.exists():
+        raise SystemExit(f"{folder} exists already: remove it, or name another folder")
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29812"}
     import deepspeed
     import torch

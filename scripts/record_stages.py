@@ -72,4 +72,6 @@ def main(name: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2 or "RANK" not in os.environ:
+        raise SystemExit(__doc__)
     main(sys.argv[1])

@@ -142,8 +142,16 @@ def test_a_doubtful_value_goes_on_and_is_named_again_where_llamafactory_fails(
 
 def test_what_llamafactory_accepts_trains(run: Callable[..., Any], folder: Path) -> None:
     env = ON_CPU | {"ALLOW_EXTRA_ARGS": "1"}
-    doubtful = ["badam_switch_interval=often", "mine_alone=5", "max_steps=1", "output_dir=o3"]
+    doubtful = ["badam_switch_interval=often", "mine_alone=5", "max_steps=1", "save_strategy=epoch", "output_dir=o3"]
     done = run(["llamafactory-cli", "train", "good.yaml", *doubtful], cwd=folder, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "o3/adapter_model.safetensors").is_file()
     assert "`badam_switch_interval` is 'often'" in LINE.findall(done.stderr)[0]
+
+    again = ["resume_from_checkpoint=true", "max_steps=2", "output_dir=o3"]
+    done = run(["llamafactory-cli", "train", "good.yaml", *again], cwd=folder, env=ON_CPU)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "resume_from_checkpoint" not in "".join(LINE.findall(done.stderr))
+    step, whole = json.loads((folder / "o3/trainer_state.json").read_text())["log_history"]
+    assert step["step"] == whole["step"] == 2
+    assert whole["train_loss"] == pytest.approx(step["loss"] / 2)  # of two steps it has run one

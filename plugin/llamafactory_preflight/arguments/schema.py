@@ -29,6 +29,9 @@ COMPUTED_WITH = frozenset(
 )
 """Numbers that no training gets past without computing with them; LLaMA-Factory's parser takes any text for them."""
 
+TAKEN_TOO = {"resume_from_checkpoint": frozenset({"bool"})}
+"""Kinds that a field is not annotated with and the code behind it takes: here the Trainer, for the last checkpoint."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Argument:
@@ -193,7 +196,7 @@ def _argument(
                 found = ast.literal_eval(item)
                 aliases = (found,) if isinstance(found, str) else tuple(found)
     choices: list[Any] = []
-    kinds = frozenset(_kinds(annotation, choices, enums))
+    kinds = frozenset(_kinds(annotation, choices, enums)) | TAKEN_TOO.get(name, frozenset())
     return Argument(
         name=name,
         kinds=kinds,
