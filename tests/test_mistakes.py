@@ -47,6 +47,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "no number": (["good.yaml", "cutoff_len=abc"], "`cutoff_len` is 'abc', not a whole number (the command line)"),
     "two of them": (["good.yaml", "cutof_len=5", "max_steps=few"], "2 arguments in the command line need attention"),
     "LoRA and BAdam": (["good.yaml", "use_badam=true"], "refuses `use_badam` with `finetuning_type: lora`"),
+    "no model": (["good.yaml", "model_name_or_path=/no/such"], "The model folder /no/such does not exist"),
     "no tiny model": ([str(PRESET)], "python scripts/build_tiny_model.py --link saves/tiny-qwen3"),
 }  # fmt: skip
 if version("llamafactory") >= "0.9.5":  # 0.9.4 reads it
@@ -56,6 +57,9 @@ STOPPED: dict[str, tuple[list[str], str]] = {
     "a data set": (["good.yaml", "dataset=rowz", "dataset_dir=mine"], "dataset_info.json has no `rowz`, which"),
     "a list of data": (["good.yaml", "dataset=rowz", "dataset_dir=none"], "none/dataset_info.json does not exist"),
     "a data file": (["good.yaml", "dataset=rows", "dataset_dir=mine"], "mine/rows.json does not exist, where mine"),
+    "an empty data file": (["good.yaml", "dataset=none", "dataset_dir=mine"], "mine/none.json, which `none` names"),
+    "an adapter": (["good.yaml", "adapter_name_or_path=saves/a/lora"], "The adapter saves/a/lora does not exist"),
+    "a checkpoint": (["good.yaml", "resume_from_checkpoint=o/checkpoint-9"], "The checkpoint o/checkpoint-9 does not"),
     "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
 }  # fmt: skip
 
@@ -70,7 +74,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Path:
     (folder / "not.yaml").write_text("a: b: c")
     (folder / "list.yaml").write_text("- a\n- b\n")
     (folder / "mine").mkdir()
-    (folder / "mine/dataset_info.json").write_text(json.dumps({"rows": {"file_name": "rows.json"}}))
+    listed = {name: {"file_name": f"{name}.json"} for name in ("rows", "none")}
+    (folder / "mine/dataset_info.json").write_text(json.dumps(listed))
+    (folder / "mine/none.json").write_text("[]")
     return folder
 
 

@@ -21,7 +21,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from llamafactory_preflight.advice import contradictions
 from llamafactory_preflight.arguments import schema, template_names
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.findings import arguments, names
+from llamafactory_preflight.findings import arguments, folders, names
 from llamafactory_preflight.run import RunDescription
 
 
@@ -115,6 +115,39 @@ def test_data_that_is_elsewhere_is_not_looked_for(tmp_path: Path) -> None:
     assert [finding.severity for finding in names.data_sets(away, trains=False)] == ["warning"]
     for change in ({"dataset_dir": "ONLINE"}, {"dataset_dir": "REMOTE:a/b"}, {"tokenized_path": str(tmp_path)}):
         assert list(names.data_sets(replace(away, **change), trains=True)) == []
+
+
+# A run with an adapter, then one with a checkpoint: neither folder is there, in a preset that trains otherwise.
+GONE: dict[str, dict[str, Any]] = {
+    "adapter-missing": {"adapter_name_or_path": "saves/no/adapter"},
+    "checkpoint-missing": {"resume_from_checkpoint": "saves/gone"},
+}
+
+
+@pytest.mark.parametrize("gone", GONE)
+def test_no_training_goes_on_from_a_folder_that_is_not_there(
+    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path, gone: str
+) -> None:
+    settings = {"model_name_or_path": tiny_model, "max_steps": 1, "max_samples": 8, "output_dir": "out", **GONE[gone]}
+    words = [f"{key}={value}" for key, value in settings.items()]
+    env = {"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_PREFLIGHT": "warn"}
+    done = run(["llamafactory-cli", "train", root / "presets/cpu_smoke.yaml", *words], cwd=tmp_path, env=env)
+    assert done.returncode == 1 and "ValueError: Can't find" in done.stderr, done.stderr[-3000:]
+    assert next(iter(GONE[gone].values())) in done.stderr.partition("error: ")[2].splitlines()[0]
+
+
+def test_folders_that_may_be_there_are_not_missed(tmp_path: Path) -> None:
+    def ids(**settings: Any) -> list[str]:
+        return [f"{each.id} {each.severity}" for each in folders.folders(replace(RUN, **settings), trains=True)]
+
+    assert ids(adapter_name_or_path=("/no/such", str(tmp_path))) == ["adapter-missing error"]
+    assert ids(adapter_name_or_path=(str(tmp_path), "me/lora-of-mine", "mine")) == []
+    assert ids(adapter_name_or_path=("/no/such",), finetuning_type="full") == []  # refused by the parser
+    assert ids(resume_from_checkpoint="/no/such") == ["checkpoint-missing error"]
+    assert ids(resume_from_checkpoint=str(tmp_path)) == []
+    assert ids(resume_from_checkpoint="/no/such", stage="rm", finetuning_type="full") == []
+    away = folders.folders(replace(RUN, resume_from_checkpoint="/no/such"), trains=False)
+    assert [each.severity for each in away] == ["warning"]
 
 
 @pytest.mark.parametrize("name", ["use_galore", "use_apollo"])

@@ -30,6 +30,7 @@ class RunDescription:
     # model
     model_name_or_path: str | None = None
     adapter_name_or_path: tuple[str, ...] = ()
+    resume_from_checkpoint: str | None = None
     model_revision: str = "main"
     cache_dir: str | None = None
     resize_vocab: bool = False

@@ -20,6 +20,8 @@ from llamafactory_preflight.settings import is_enabled
 REFUSALS = (ValueError, AssertionError, ImportError, OSError)
 """What LLaMA-Factory's parser raises for arguments that it does not take; of others a traceback may be wanted."""
 NOTE_VARIABLE = "LLAMAFACTORY_PREFLIGHT_REFUSED"
+OF_VALUES = (ArithmeticError, LookupError, NotImplementedError, StopIteration, TypeError, ValueError)
+"""What arguments of a wrong value or type end with, deep in a library."""
 _fault: list[UserError] = []
 _refused: list[Exception] = []
 
@@ -115,7 +117,7 @@ def end_with(error: Exception, note: Path | None) -> None:
     noted = note.read_text(encoding="utf-8") if note else ""
     by_parser = bool(noted) or any(error is refused for refused in _refused)
     said = noted or _said(error)
-    if _fault and (by_parser or isinstance(error, (TypeError, ValueError))):
+    if _fault and (by_parser or isinstance(error, OF_VALUES)):
         kind = "" if noted else f"{type(error).__name__}: "
         end(f"LLaMA-Factory has failed ({kind}{said}), most likely for this: {_fault[0]}")
     if by_parser and said and (noted or isinstance(error, REFUSALS)):

@@ -48,8 +48,7 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
         run: The run, with its `dataset_dir` where the plugin found it.
         trains: Whether it starts here and now; otherwise its data may be on the machine that it is planned for.
     """
-    tokenized = run.tokenized_path is not None and os.path.isdir(run.tokenized_path)
-    if tokenized or _are_listed_remotely(run):
+    if not are_listed_here(run):
         return
     file = Path(run.dataset_dir) / paths.DATA_INFO
     known = paths.datasets_in(file.parent)
@@ -67,7 +66,7 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
         for name in missing:
             yield Finding(id="data-set-unknown", severity="error", message=_unknown(file, key, name, known))
     for name in dict.fromkeys((*run.dataset, *run.eval_dataset)):
-        rows = _own_file(known.get(name))
+        rows = own_file(known.get(name))
         if rows is not None and not (file.parent / rows).exists():
             yield Finding(
                 id="data-file-missing",
@@ -82,7 +81,7 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
             )
 
 
-def _own_file(described: object) -> str | None:
+def own_file(described: object) -> str | None:
     """The file or folder of a data set that is on this machine; every other place counts before it."""
     if not isinstance(described, dict) or any(place in described for place in ELSEWHERE):
         return None
@@ -124,6 +123,12 @@ def are_remote(run: RunDescription) -> bool:
     known = paths.datasets_in(Path(run.dataset_dir))
     described = [known.get(name) for name in (*run.dataset, *run.eval_dataset)]
     return any(key.endswith("_url") for each in described if isinstance(each, dict) for key in each)
+
+
+def are_listed_here(run: RunDescription) -> bool:
+    """Whether a list on this machine says what data a run reads, and it is not tokenized already."""
+    tokenized = run.tokenized_path is not None and os.path.isdir(run.tokenized_path)
+    return not tokenized and not _are_listed_remotely(run)
 
 
 def _are_listed_remotely(run: RunDescription) -> bool:
