@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset
 
 from llamafactory_preflight import memory, preflight, simulate
-from llamafactory_preflight.data import lengths, media
+from llamafactory_preflight.data import lengths, media, rows
 from llamafactory_preflight.data.images import Counted, Images, Source
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.fitting import judgement
@@ -189,7 +189,7 @@ def test_images_are_counted_in_local_files(folder: Path, names: str, count: int 
 
 
 def test_a_file_too_large_to_read_at_once_is_not_counted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(media, "LARGEST_READ", 10)
+    monkeypatch.setattr(rows, "LARGEST", 10)
     found = media.of({"dataset": "photos", "dataset_dir": str(folder)})
     assert found is not None and found.num_images is None
 
