@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {"ok": True, "steps": 4, "peak_gib": 9.0, "predicted_gib"
 def test_without_a_gpu_there_is_one_clear_line(run: Any, tmp_path: Path, script: str) -> None:
     env = {"CUDA_VISIBLE_DEVICES": "", "MEASURE_ROOT": str(tmp_path)}
     done = run(["python", ROOT / "scripts" / script, "12gb_lora"], env=env)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "error: there is no CUDA GPU here that torch can use" in done.stderr
     assert "Traceback" not in done.stderr
 
