@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import command_line
 from llamafactory_preflight import memory, verdict
 from llamafactory_preflight.data.images import Images
 from llamafactory_preflight.errors import Unmodelled
@@ -107,12 +108,10 @@ def prepare(case: dict[str, Any], models: dict[str, Any]) -> Callable[[], memory
 
 def replay(folder: Path) -> Iterator[Row]:
     """Predicts every measured case of a folder, but for those that no formula covers and runs with other errors."""
-    plan = json.loads((folder / "cases.json").read_text())
-    measured = {row["id"]: row for row in map(json.loads, (folder / "measured.jsonl").read_text().splitlines())}
+    plan = command_line.read_cases(folder / "cases.json")
+    measured = {row["id"]: row for row in command_line.read_rows(folder / "measured.jsonl", "id", "ok")}
     committed = folder / "predictions.jsonl"
-    early = (
-        {row["id"]: row for row in map(json.loads, committed.read_text().splitlines())} if committed.exists() else {}
-    )
+    early = {row["id"]: row for row in command_line.read_rows(committed, "id")} if committed.exists() else {}
     for case in plan["cases"]:
         result = measured.get(case["id"])
         if result is None or not (_trained(case, result) or result.get("out_of_memory")):
@@ -231,6 +230,8 @@ def _errors(row: Row) -> list[float]:
 def summary(rows: Sequence[Row]) -> str:
     """Median, worst below, worst above, share inside the bounds and their width; and what was predicted beforehand."""
     finished = [row for row in rows if row.measured is not None]
+    if not finished:
+        return "No finished run"
     inside = sum(row.inside for row in finished) / len(finished)
     width = statistics.median((row.high - row.low) / row.predicted for row in finished)
     text = _spread([row.error for row in finished if row.error is not None])
@@ -246,12 +247,12 @@ def _spread(errors: Sequence[float]) -> str:
 
 def predict(folder: Path) -> None:
     """Writes what is predicted of the cases that have no prediction yet; what was written before stays."""
-    plan = json.loads((folder / "cases.json").read_text())
+    plan = command_line.read_cases(folder / "cases.json")
     written = folder / "predictions.jsonl"
-    known = {json.loads(line)["id"] for line in written.read_text().splitlines()} if written.exists() else set()
-    rows = [_prediction(case, prepare(case, plan["models"])()) for case in plan["cases"] if case["id"] not in known]
-    with written.open("a") as file:
-        file.writelines(json.dumps(row) + "\n" for row in rows)
+    known = command_line.rows_to_add_to(written, "id")
+    names = {row["id"] for row in known}
+    rows = [_prediction(case, prepare(case, plan["models"])()) for case in plan["cases"] if case["id"] not in names]
+    command_line.write_whole([(written, "".join(json.dumps(row) + "\n" for row in [*known, *rows]))])
 
 
 def _prediction(case: dict[str, Any], estimate: memory.MemoryEstimate) -> dict[str, Any]:
@@ -272,26 +273,29 @@ def main() -> None:
     )
     parser.add_argument("--predict", action="store_true", help="add to predictions.jsonl instead, before the runs")
     options = parser.parse_args()
-    needed = "cases.json" if options.predict else "measured.jsonl"
-    missing = [str(folder) for folder in options.folders if not (folder / needed).is_file()]
+    needed = ("cases.json",) if options.predict else ("cases.json", "measured.jsonl")
+    missing = [str(one) for one in options.folders if not all((one / name).is_file() for name in needed)]
     if missing or (options.predict and not options.folders):
-        parser.error(f"name folders with {needed}; {', '.join(missing) or 'none'} is not one")
+        parser.error(f"name folders with {' and '.join(needed)}; {', '.join(missing) or 'none'} is not one")
+    if options.accept and options.predict:
+        parser.error("give --accept or --predict, not both")
     if options.predict:
         for folder in options.folders:
             predict(folder)
         return
-    parts = []
+    parts, files = [], []
     for folder in options.folders or sorted(path.parent for path in MEASURED.glob("*/measured.jsonl")):
         rows = list(replay(folder))
         parts.append(f"## {folder.name}\n\n{summary(rows)}.\n\n{table(rows)}\n")
-        if options.accept:
-            known = {row.id: row.predicted for row in rows}
-            (folder / "predicted_now.json").write_text(json.dumps(known, indent=1) + "\n")
+        known = {row.id: row.predicted for row in rows}
+        files.append((folder / "predicted_now.json", json.dumps(known, indent=1) + "\n"))
     print("\n".join(parts))
     if options.accept and not options.folders:
         readme = MEASURED / "README.md"
         head = readme.read_text().split(MARK)[0]
-        readme.write_text(head + MARK + "\n\n" + "\n".join(parts))
+        files.append((readme, head + MARK + "\n\n" + "\n".join(parts)))
+    if options.accept:
+        command_line.write_whole(files)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 import board
+import command_line
 
 
 MOST_RATIO = 1.10
@@ -48,13 +49,16 @@ def load_seconds(browser: Any, address: str) -> float:
 def main() -> int:
     """Parse the command line, time, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=command_line.count, default=10)
     rounds = parser.parse_args().rounds
     executable = board.chromium()
     if executable is None:
         print("bench_board: no Chromium here; name one with CHROMIUM", file=sys.stderr)
         return 2
-    from playwright.sync_api import sync_playwright
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        command_line.fail("there is no playwright here: install this project's `test` extra")
 
     scripts = Path(sys.executable).parent
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:

@@ -10,6 +10,7 @@ import json
 import statistics
 import time
 
+import command_line
 from accuracy import MEASURED, prepare
 
 
@@ -19,7 +20,7 @@ KINDS = ("06_lora_2048_b1", "06_lora_2048_b4_lg", "06_lora_1024_b4_nogc", "32b_q
 def main() -> None:
     """Prints milliseconds a prediction, argument parsing left out."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeat", type=int, default=200)
+    parser.add_argument("--repeat", type=command_line.count, default=200)
     repeat = parser.parse_args().repeat
     plan = json.loads((MEASURED / "calibration" / "cases.json").read_text())
     cases = {case["id"]: case for case in plan["cases"]}

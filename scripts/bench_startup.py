@@ -18,8 +18,11 @@ import time
 import venv
 from pathlib import Path
 
+import command_line
+
 
 ROOT = Path(__file__).resolve().parents[1]
+DISTRIBUTION = "llamafactory-preflight"
 WARM_UP = 5
 
 
@@ -32,9 +35,13 @@ def make_environment(folder: Path) -> Path:
 def install_plugin(python: Path, folder: Path) -> None:
     """Builds a wheel from this tree and installs it without dependencies."""
     pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT], check=True)
-    wheel = next(folder.glob("*.whl"))
-    subprocess.run([*pip, "--python", python, "install", "--no-deps", "--no-index", wheel], check=True)
+    commands = [["wheel", "--no-deps", "--wheel-dir", folder, ROOT]]
+    commands += [["--python", python, "install", "--no-deps", "--no-index", "--find-links", folder, DISTRIBUTION]]
+    for command in commands:
+        done = subprocess.run([*pip, *command], stderr=subprocess.PIPE, text=True)
+        if done.returncode:
+            why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+            command_line.fail(f"pip cannot install this project in an environment of its own: {why}")
 
 
 def start_seconds(python: Path) -> float:
@@ -48,7 +55,9 @@ def start_seconds(python: Path) -> float:
 def main() -> None:
     """Prints the two medians, their difference and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--starts", type=int, default=200, help="starts of each interpreter (default: 200)")
+    parser.add_argument(
+        "--starts", type=command_line.count, default=200, help="starts of each interpreter (default: 200)"
+    )
     starts = parser.parse_args().starts
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -20,6 +20,7 @@ from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
+import command_line
 from build_tiny_model import build
 
 
@@ -121,14 +122,18 @@ def compare(
 def main() -> int:
     """Prints one line for each number of turns."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--samples", type=int, default=10_000)
-    parser.add_argument("--turns", type=int, nargs="+", default=[1, 3, 8])
-    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--samples", type=command_line.count, default=10_000)
+    parser.add_argument("--turns", type=command_line.count, nargs="+", default=[1, 3, 8])
+    parser.add_argument("--pairs", type=command_line.count, default=5)
     parser.add_argument("--streaming", action="store_true")
     options = parser.parse_args()
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(build())
+    try:
+        folder = build()
+    except (RuntimeError, OSError) as error:
+        command_line.fail(str(error))
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     kind = "streamed" if options.streaming else "not streamed"
     worst = 0.0
     for turns in options.turns:

@@ -30,10 +30,13 @@ from typing import Any
 
 import yaml
 
+import command_line
 import measure_runs
 import qwen3_shapes
 
 
+OURS = ("model_name_or_path", "dataset", "dataset_dir", "output_dir", "max_steps", "logging_steps")
+"""What the comparison itself decides; what it trains is written to a folder of its own and deleted."""
 LIMIT = 0.005
 LOGS = 10
 """Every so many steps one logs; of two in a row one is watched."""
@@ -202,6 +205,29 @@ def told(result: dict[str, Any]) -> str:
     return "\n".join(lines if result["waits"] else [*lines, "waits for the GPU were not counted"])
 
 
+def read_added(items: list[str]) -> dict[str, Any]:
+    """KEY=VALUE as YAML reads the values."""
+    try:
+        added = {key: yaml.safe_load(value) for key, equals, value in (one.partition("=") for one in items) if equals}
+    except yaml.YAMLError as error:
+        command_line.fail(f"a value is not YAML: {' '.join(str(error).split())}")
+    if len(added) < len(items):
+        command_line.fail(f"write each argument once and as KEY=VALUE, not {' '.join(items)}")
+    return added
+
+
+def refuse(added: dict[str, Any]) -> None:
+    """Ends with one message where LLaMA-Factory does not take an argument, or the comparison sets it itself."""
+    from llamafactory_preflight.arguments import schema
+
+    mine = [key for key in added if key in OURS]
+    if mine:
+        command_line.fail(f"`{mine[0]}` is set by the comparison itself (so are {', '.join(OURS)}): leave it out")
+    known = schema.load()
+    for _, problem in known.problems(added, allow_extra=False) if known else ():
+        command_line.fail(str(problem))
+
+
 def main() -> int:
     """Runs all pairs."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
@@ -212,11 +238,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.steps < 3 * WARM_UP:
         parser.error(f"it takes at least {3 * WARM_UP} steps")
-    if not all("=" in one for one in options.added):
-        parser.error(f"write arguments as KEY=VALUE, not {' '.join(options.added)}")
-    added = {key: yaml.safe_load(value) for key, _, value in (one.partition("=") for one in options.added)}
-    if "output_dir" in added:
-        parser.error("output_dir is a temporary folder here, which is emptied before each run")
+    added = read_added(options.added)
     os.environ.update({name: value for name, value in measure_runs.ENVIRONMENT.items() if "PREFLIGHT" not in name})
     os.environ |= {"LLAMAFACTORY_TEMPLATE": "off", "LLAMAFACTORY_PREFLIGHT": "warn"}
     with contextlib.suppress(ImportError):
@@ -224,6 +246,8 @@ def main() -> int:
         from llamafactory_preflight import _startup
 
         _startup.install()
+    refuse(added)
+    measure_runs.claim()
     import torch
 
     on_gpu = torch.cuda.is_available()

@@ -277,13 +277,21 @@ def _put(scratch: Path, target: Path) -> None:
 
 
 def link_to(target: Path, link: Path) -> None:
-    """Make `link` point at `target`; a real file or folder of that name is left alone."""
+    """Make `link` point at `target`; whatever else has that name, also a link to another place, is left alone.
+
+    Raises:
+        FileExistsError: There is something else.
+    """
     link.parent.mkdir(parents=True, exist_ok=True)
     if link.is_symlink():
-        link.unlink()
+        there = link.readlink()
+        if not there.name.startswith(f"{BUILD.rpartition('-')[0]}-"):
+            raise FileExistsError(f"{link} is a link to {there}: move it away, or name another place")
     elif link.exists():
         raise FileExistsError(f"{link} exists and is not a link: move it away")
-    link.symlink_to(target, target_is_directory=True)
+    scratch = link.with_name(f".{link.name}.{os.getpid()}")
+    scratch.symlink_to(target, target_is_directory=True)
+    scratch.replace(link)
 
 
 def main() -> int:

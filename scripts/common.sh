@@ -90,6 +90,9 @@ prepare_environment() {
   local python free_gb
   if [ ! -x "$VENV/bin/pip" ]; then # what venv writes last
     python=$(find_python) || exit 1
+    # venv writes pyvenv.cfg first, so a folder without it was never one of ours that is not finished.
+    [ -z "$(ls -A "$VENV" 2>/dev/null)" ] || [ -e "$VENV/pyvenv.cfg" ] ||
+      die "$VENV holds something else than a virtual environment: let LLAMAFACTORY_PREFLIGHT_VENV name a new folder"
     mkdir -p "$VENV" 2>/dev/null || die "cannot write to $VENV: choose another folder with LLAMAFACTORY_PREFLIGHT_VENV"
     free_gb=$(($(df -Pk "$VENV" | awk 'NR == 2 { print $4 }') / 1000000))
     [ "$free_gb" -ge "$NEEDED_GB" ] ||

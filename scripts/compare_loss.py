@@ -25,6 +25,7 @@ from typing import Any
 
 import yaml
 
+import command_line
 import compare_speed
 
 
@@ -162,14 +163,22 @@ def tune(given: dict[str, Any], folder: Path) -> int:
 def main() -> int:
     """Builds the model, tunes it in every way, and prints the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pretrain-steps", type=int, default=300)
-    parser.add_argument("--samples", type=int, default=1200, help="at most as many to tune on")
+    parser.add_argument("--pretrain-steps", type=command_line.count, default=300)
+    parser.add_argument("--samples", type=command_line.count, default=1200, help="at most as many to tune on")
     parser.add_argument("--arm", action="append", help="only these")
     parser.add_argument("--seed", type=int, default=42)
     parser.add_argument("--cpu", action="store_true", help="without a GPU, and so without Liger and bitsandbytes")
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
     device = "cpu" if options.cpu else "cuda"
+    names = list(arms(root, 1.0, cpu=options.cpu))
+    unknown = [name for name in options.arm or () if name not in names]
+    if unknown:
+        command_line.fail(f"there is no arm {unknown[0]!r} here, only {'; '.join(names)}")
+    import torch
+
+    if not (options.cpu or torch.cuda.is_available()):
+        command_line.fail("there is no CUDA GPU here that torch can use: add --cpu")
     folder = Path(tempfile.mkdtemp(prefix="compare_loss."))
     last = build(folder / "model", steps=options.pretrain_steps, device=device)
     from transformers import AutoTokenizer

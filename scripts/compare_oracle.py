@@ -1,10 +1,11 @@
-"""Compares the formula with the simulation over a generated grid of runs, and writes a table, the worst first.
+"""Compares the formula with the simulation over a generated grid of runs, and prints a summary.
 
-usage: python scripts/compare_oracle.py [--count N] [--seed S] [--jobs J] [--only INDEX] [--limit SECONDS]
+usage: python scripts/compare_oracle.py [--accept] [--count N] [--seed S] [--jobs J] [--only INDEX] [--limit SECONDS]
 
-Each configuration takes one option of every axis below. The table is tests/measured/oracle_grid.md; the rows behind it
-are oracle_grid.jsonl beside it. Simulations that are there already are not run again; formulas always are. It runs on
-any machine, without a GPU, in the environment of scripts/test.sh.
+Each configuration takes one option of every axis below. With --accept the table, the worst first, is written to
+tests/measured/oracle_grid.md, and the rows behind it to oracle_grid.jsonl beside it. Simulations that are there
+already are not run again; formulas always are. It runs on any machine, without a GPU, in the environment of
+scripts/test.sh.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import command_line
 from llamafactory_preflight import memory
 from llamafactory_preflight.errors import Unmodelled
 from llamafactory_preflight.model.shape import ModelShape
@@ -239,12 +241,15 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Completes the grid and writes it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=COUNT, help="configurations of the grid")
+    parser.add_argument("--accept", action="store_true", help="write the table and its rows")
+    parser.add_argument("--count", type=command_line.count, default=COUNT, help="configurations of the grid")
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--jobs", type=int, default=1, help="processes; each takes about 1 GiB")
+    parser.add_argument("--jobs", type=command_line.count, default=1, help="processes; each takes about 1 GiB")
     parser.add_argument("--only", type=int, help="run one configuration and print it, without the table")
     parser.add_argument("--limit", type=float, default=float("inf"), help="stop after this many seconds; go on later")
     options = parser.parse_args()
+    if options.only is not None and not 0 <= options.only < options.count:
+        parser.error(f"--only takes 0 to {options.count - 1}, one below --count")
     os.environ.update(DISABLE_VERSION_CHECK="1", HF_HUB_OFFLINE="1")  # before the libraries load, in every process
     grid = list(configurations(options.count, options.seed))
     if options.only is not None:
@@ -256,18 +261,22 @@ def main() -> None:
     known = read()
     missing = [labels for labels in grid if tuple(labels.values()) not in known]
     started = time.monotonic()
-    with TABLE.open("a") as file, multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
+    with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         for row in tqdm(pool.imap(compare, missing), total=len(missing), unit="run"):
-            file.write(as_line(row))
-            file.flush()
+            known[tuple(row.labels.values())] = row
+            if options.accept:  # so that a run that is interrupted goes on from here
+                with TABLE.open("a") as file:
+                    file.write(as_line(row))
             if time.monotonic() - started > options.limit:
                 pool.terminate()
                 break
-    known = read()
     rows = [compare(labels, known[key]) for labels in grid if (key := tuple(labels.values())) in known]
-    TABLE.write_text("".join(map(as_line, rows)))
-    TABLE.with_suffix(".md").write_text(table(rows))
-    print(table(rows).split("\n## ")[0])
+    if all(row.unknown for row in rows):
+        command_line.fail("no configuration was simulated in that time")
+    written = table(rows)
+    if options.accept:
+        command_line.write_whole([(TABLE, "".join(map(as_line, rows))), (TABLE.with_suffix(".md"), written)])
+    print(written.split("\n## ")[0])
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import command_line
 import measure_runs
 import preset_runs
 import qwen3_shapes
@@ -176,14 +177,17 @@ def main() -> int:
     parser.add_argument("--mix", action="append", choices=list(MIXES), help="by default both")
     parser.add_argument("--arm", action="append", choices=ARMS, help="by default preset, example and recipe")
     parser.add_argument("--seconds", type=float, default=8, help="how long to measure each, after its first step")
-    parser.add_argument("--jobs", type=int, default=3, help="how many load at a time")
+    parser.add_argument("--jobs", type=command_line.count, default=3, help="how many load at a time")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
     parser.add_argument("--json", action="store_true", help="print one JSON object a run, as it ends")
     options = parser.parse_args()
     try:
         chosen = [presets.find(name) for name in options.presets]
     except UserError as error:
-        sys.exit(f"error: {error}")
+        command_line.fail(str(error))
+    several = [preset.name for preset in chosen if preset.num_gpus > 1 or not preset.usable_bytes]
+    if several:
+        command_line.fail(f"{several[0]} is not for one GPU of a known size, and only those are compared")
     chosen = chosen or [preset for preset in presets.available() if preset.name.endswith(("gb_lora", "gb_qlora"))]
     chosen = [preset for preset in chosen if preset.num_gpus == 1]
     card = preset_runs.card()

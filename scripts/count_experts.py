@@ -1,15 +1,16 @@
 """Counts what training steps of small mixture-of-experts models allocate, on the CPU and with transformers 4.
 
-usage: python scripts/count_experts.py      (where transformers 4 is installed; writes tests/measured/expert_list.json)
+usage: python scripts/count_experts.py [--accept]      (where transformers 4 is installed)
 
-The real model with LLaMA-Factory's own adapters runs forward and backward, and every storage is followed from its
-birth to its end. Nothing is trained; the router's choices are replaced by ones that send equally many tokens to each
-expert (`even`), or all of them to the same few (`uneven`). tests/test_expert_list.py holds the formula against the
-table.
+With --accept the table is written to tests/measured/expert_list.json. The real model with LLaMA-Factory's own adapters
+runs forward and backward, and every storage is followed from its birth to its end. Nothing is trained; the router's
+choices are replaced by ones that send equally many tokens to each expert (`even`), or all of them to the same few
+(`uneven`). tests/test_expert_list.py holds the formula against the table.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+import command_line
 
 
 TABLE = Path(__file__).resolve().parent.parent / "tests" / "measured" / "expert_list.json"
@@ -142,12 +145,15 @@ def _like_a_card() -> Iterator[None]:
 
 
 def main() -> None:
-    """Counts every case and writes the table."""
+    """Counts every case; with --accept writes the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--accept", action="store_true", help=f"write {TABLE.name}")
+    accept = parser.parse_args().accept
     from llamafactory_preflight.software import Software
 
     software = Software.installed()
     if software.at_least("transformers", 5) or software.transformers is None:
-        raise SystemExit("transformers 4 has lists of experts, and it is not installed here")
+        command_line.fail("transformers 4 has lists of experts, and it is not installed here")
     logging.disable(logging.ERROR)
     names = ("llamafactory", "torch", "transformers", "peft", "accelerate", "liger_kernel")
     rows: list[dict[str, Any]] = []
@@ -157,7 +163,8 @@ def main() -> None:
             rows.append({"name": name, "even": even, "config": config, "args": arguments, "bytes": counted})
             print(f"{counted:12d}  {'even' if even else 'uneven'}  {name}", flush=True)
     table = {"software": {name: getattr(software, name) for name in names}, "rows": rows}
-    TABLE.write_text(json.dumps(table, indent=1) + "\n")
+    if accept:
+        command_line.write_whole([(TABLE, json.dumps(table, indent=1) + "\n")])
 
 
 if __name__ == "__main__":

@@ -17,9 +17,11 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import command_line
 import measure_runs
 
 
@@ -61,13 +63,12 @@ def case_of(given: dict[str, Any], steps: int) -> dict[str, Any]:
 
 def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) -> dict[str, Any]:
     """Runs the case in a process of its own and returns its row."""
-    root = measure_runs.ROOT
-    shutil.rmtree(root / "models" / "mine", ignore_errors=True)
-    root.mkdir(parents=True, exist_ok=True)
-    plan, out = root / "mine.json", root / "mine.jsonl"
+    measure_runs.claim()
+    folder = Path(tempfile.mkdtemp(prefix="measure_peak.", dir=measure_runs.ROOT))
+    plan, out, root = folder / "mine.json", folder / "mine.jsonl", folder / "runs"
     plan.write_text(json.dumps({"models": {"mine": config}, "cases": [case]}))
-    out.unlink(missing_ok=True)
     command = [sys.executable, str(SCRIPTS / "measure_runs.py"), str(plan), str(out), "--jobs", "1"]
+    env = env | {measure_runs.ROOT_VARIABLE: str(root)}
     with contextlib.suppress(subprocess.TimeoutExpired):
         subprocess.run(command, env=env, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
     if not out.is_file():
@@ -75,7 +76,10 @@ def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) 
             "ok": False,
             "error": f"the run died, or took longer than {TIMEOUT_SECONDS} s; its log is {root / 'mine.log'}",
         }
-    return dict(json.loads(out.read_text().splitlines()[-1]))
+    row = dict(json.loads(out.read_text().splitlines()[-1]))
+    if row.get("ok"):
+        shutil.rmtree(folder)
+    return row
 
 
 def row_to_share(case: dict[str, Any], config: dict[str, Any], row: dict[str, Any], **more: Any) -> dict[str, Any]:
@@ -93,11 +97,9 @@ def main() -> int:
     """Measures one YAML."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("items", nargs="+", metavar="FILE|key=value")
-    parser.add_argument("--steps", type=int, default=3, help="optimizer steps to run")
+    parser.add_argument("--steps", type=command_line.count, default=3, help="optimizer steps to run")
     parser.add_argument("--share", action="store_true", help="print a row for the project's table")
     options = parser.parse_args()
-    if options.steps < 1:
-        parser.error("--steps takes 1 or more")
     with contextlib.suppress(ImportError):
         sys.path.append(str(SCRIPTS.parent / "plugin"))  # where the package is not installed
     from llamafactory_preflight import arguments, device, preflight

@@ -18,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
+
 
 SCRIPT = Path(__file__)
 PAUSE = 0.1
@@ -153,6 +155,8 @@ def main() -> None:
     """One rank."""
     import measure_runs
 
+    if len(sys.argv) != 3:
+        command_line.fail("this is one rank of a case; measure_runs.py starts it")
     case, row = Path(sys.argv[1]), Path(sys.argv[2])
     result = measure_runs.run_case(json.loads(case.read_text()))
     row.write_text(json.dumps(result))

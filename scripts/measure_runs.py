@@ -29,6 +29,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import command_line
 import measure_images
 import measure_ranks
 
@@ -45,7 +46,9 @@ ENVIRONMENT = {
     "WANDB_DISABLED": "true",
 }
 GIB = 2**30
-ROOT = Path(os.environ.get("MEASURE_ROOT", Path(tempfile.gettempdir()) / "measure"))
+ROOT_VARIABLE = "MEASURE_ROOT"
+ROOT = Path(os.environ.get(ROOT_VARIABLE, Path(tempfile.gettempdir()) / "measure"))
+"""Where models, data and what runs save are written, and what runs save is deleted."""
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<unk>", "\n", "system", "user", "assistant", "story"]
 STORY = [f"word{index}" for index in range(500)]
 ROUTING = ("embed_tokens.weight", "post_attention_layernorm.weight", "mlp.gate.weight")
@@ -57,6 +60,11 @@ DEFAULTS: dict[str, Any] = {
     "overwrite_cache": True, "logging_steps": 1, "save_strategy": "no", "report_to": "none", "plot_loss": False,
     "disable_tqdm": True,
 }  # fmt: skip
+
+
+def claim() -> None:
+    """Makes `ROOT`, or ends with one message where it holds what these scripts did not make."""
+    command_line.claim(ROOT, ROOT_VARIABLE)
 
 
 def write_model(name: str, config: dict[str, Any]) -> Path:
@@ -341,13 +349,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--jobs", type=int, default=12)
+    parser.add_argument("--jobs", type=command_line.count, default=12)
     parser.add_argument("--deadline", type=float, default=480)
     parser.add_argument("--card-gib", type=float, default=132)
     parser.add_argument("--host-gib", type=float, default=100)
     parser.add_argument("--one-gpu", action="store_true", help="put all ranks of a case on the first GPU")
     options = parser.parse_args()
-    plan = json.loads(options.cases.read_text())
+    plan = command_line.read_cases(options.cases)
+    command_line.rows_to_add_to(options.out, "id", "ok")
+    claim()
     os.environ.update(ENVIRONMENT)
     _import_all_but_llamafactory()
     if any("ranks" in case for case in plan["cases"]):
@@ -357,7 +367,7 @@ def main() -> None:
         if name in used:
             write_model(name, config)
     run_all(plan["cases"], options.out, options)
-    for line in options.out.read_text().splitlines():
+    for line in options.out.read_text().splitlines() if options.out.exists() else ():
         row = json.loads(line)
         fault = (row.get("out_of_memory") or row.get("error") or "").strip().splitlines()
         print(row["id"], row["ok"], row.get("peak_allocated_gib"), row["wall_seconds"], *fault[-1:], flush=True)

@@ -19,10 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import command_line
 import measure_runs
 
 
 GIB = 2**30
+TASKS = ("chat", "export")
 TRAINS_ONLY = ("bf16", "fp16", "max_steps", "learning_rate", "per_device_train_batch_size")
 
 
@@ -81,17 +83,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("cases", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--jobs", type=command_line.count, default=4)
     parser.add_argument("--case", help="run this one in this process and add its row")
     options = parser.parse_args()
-    plan = json.loads(options.cases.read_text())
+    plan = command_line.read_cases(options.cases)
+    command_line.rows_to_add_to(options.out, "id")
+    untold = [case["id"] for case in plan["cases"] if case.get("task") not in TASKS]
+    if untold:
+        command_line.fail(f"{options.cases}: the case {untold[0]} has no task, which is {' or '.join(TASKS)}")
     os.environ.update(measure_runs.ENVIRONMENT)
     if options.case:
-        (case,) = (case for case in plan["cases"] if case["id"] == options.case)
+        chosen = [case for case in plan["cases"] if case["id"] == options.case]
+        if not chosen:
+            command_line.fail(f"{options.cases} has no case {options.case}")
+        case = chosen[0]
         row = json.dumps(serve(case))
         with open(options.out, "a") as file:
             file.write(row + "\n")
         return
+    measure_runs.claim()
     for name, config in plan["models"].items():
         measure_runs.write_model(name, config)
     waiting, running = list(plan["cases"]), []
@@ -104,6 +114,8 @@ def main() -> None:
             environment = os.environ | {"MASTER_PORT": str(29700 + len(waiting))} | case.get("env", {})
             running.append(subprocess.Popen(command, stdout=log, stderr=log, env=environment))
         time.sleep(0.2)
+    if not options.out.exists():
+        command_line.fail(f"no case got through; their logs are in {measure_runs.ROOT}")
     print(options.out.read_text())
 
 

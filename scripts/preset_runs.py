@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import command_line
 import measure_ranks
 import measure_runs
 from measure_runs import GIB, ROOT
@@ -74,7 +75,8 @@ def card() -> dict[str, Any]:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     if done.returncode:
-        sys.exit(f"error: there is no CUDA GPU here that torch can use ({done.stderr.strip().splitlines()[-1]})")
+        why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        command_line.fail(f"there is no CUDA GPU here that torch can use ({why})")
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
@@ -283,7 +285,7 @@ def run_all(
 
 def prepare(*, deepspeed: bool = False) -> None:
     """Sets the environment and imports or builds what takes long, once for all runs."""
-    ROOT.mkdir(parents=True, exist_ok=True)
+    measure_runs.claim()
     os.environ.update(ENVIRONMENT)
     if deepspeed:
         measure_ranks.build_cpu_adam()

@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+import command_line
 import measure_runs
 
 
@@ -152,11 +153,12 @@ def neighbour(leave_gib: float) -> Any:
         process.wait()
 
 
-def provoke(case: dict[str, Any], out: Path) -> dict[str, Any]:
+def provoke(case: dict[str, Any]) -> dict[str, Any]:
     """Runs a case, and again with the first remedy that it was told."""
     with neighbour(case["leave_gib"]) if "leave_gib" in case else contextlib.nullcontext():
         args = prepare(case)
-        row = child(case, args | {"output_dir": args["output_dir"] + "_a"}, out.with_suffix(f".{case['id']}.log"))
+        logs = [measure_runs.ROOT / f"provoke_{case['id']}{again}.log" for again in ("", "_remedy")]
+        row = child(case, args | {"output_dir": args["output_dir"] + "_a"}, logs[0])
         told = row.get("told", "")
         if case.get("finishes"):
             return row | {"right": bool(row.get("finished") and row.get("pictures"))}
@@ -165,7 +167,7 @@ def provoke(case: dict[str, Any], out: Path) -> dict[str, Any]:
         if remedy is None:
             return row | {"right": row["right"] and not case.get("remedy")}
         changes = {name: yaml.safe_load(value) for name, value in (item.split("=", 1) for item in remedy[1].split())}
-        again = child(case, args | changes | {"output_dir": args["output_dir"] + "_b"}, out.with_suffix(".remedy.log"))
+        again = child(case, args | changes | {"output_dir": args["output_dir"] + "_b"}, logs[1])
     row["remedy"] = {"set": remedy[1], "finished": again.get("finished"), "message": again.get("message")}
     return row | {"right": row["right"] and bool(again.get("finished"))}
 
@@ -174,7 +176,7 @@ def main() -> int:
     """Runs the cases one after the other."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("out", type=Path, nargs="?")
-    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--only", nargs="*", default=[], choices=[case["id"] for case in CASES])
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.update({name: value for name, value in measure_runs.ENVIRONMENT.items() if "PREFLIGHT" not in name})
@@ -189,15 +191,18 @@ def main() -> int:
         return 0
     import torch
 
-    if not torch.cuda.is_available() or options.out is None:
-        print("error: " + ("name a file for the rows" if options.out is None else "there is no CUDA card here"))
-        return 2
+    if options.out is None:
+        command_line.fail("name a file for the rows")
+    if not torch.cuda.is_available():
+        command_line.fail("there is no CUDA card here")
+    command_line.rows_to_add_to(options.out, "id")
+    measure_runs.claim()
     measure_runs.write_model("provoke", MODEL)
     wrong = 0
     for case in CASES:
         if options.only and case["id"] not in options.only:
             continue
-        row = provoke(case, options.out)
+        row = provoke(case)
         wrong += not row["right"]
         with open(options.out, "a") as file:
             file.write(json.dumps(row) + "\n")

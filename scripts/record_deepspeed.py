@@ -1,12 +1,12 @@
-"""Counts what two processes with DeepSpeed on the CPU really allocate, and writes tests/recorded_deepspeed.json.
+"""Counts what two processes with DeepSpeed on the CPU really allocate.
 
-usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspeed.py & done; wait
+usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_deepspeed.py [--accept] & done; wait
 
-The configurations and the model are those of the file. Of `runs` torch.profiler reports every allocation from before
-the model is built; of `gathering`, under ZeRO-3, what is noted is how many elements DeepSpeed counts as gathered after
-each module that it meets: in all-gathers on the CPU Gloo makes copies that NCCL does not. Where weights are 4 bit,
-`held` are the packed elements that bitsandbytes keeps at the same points. Needs deepspeed, PEFT, LLaMA-Factory and
-some minutes.
+With --accept it is written to tests/recorded_deepspeed.json, else printed. The configurations and the model are those
+of the file. Of `runs` torch.profiler reports every allocation from before the model is built; of `gathering`, under
+ZeRO-3, what is noted is how many elements DeepSpeed counts as gathered after each module that it meets: in all-gathers
+on the CPU Gloo makes copies that NCCL does not. Where weights are 4 bit, `held` are the packed elements that
+bitsandbytes keeps at the same points. Needs deepspeed, PEFT, LLaMA-Factory and some minutes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+import command_line
 
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "recorded_deepspeed.json"
@@ -168,25 +170,29 @@ def follow(model: dict[str, Any], config: dict[str, Any], *, lora: bool, quantiz
 
 
 def main() -> None:
-    """One rank; the first one writes what all of them counted."""
-    if "RANK" not in os.environ:
-        raise SystemExit(__doc__)
-    rank = os.environ["RANK"]
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29811"}
+    """One rank; the first one tells what all of them counted."""
+    accept = command_line.accepts(__doc__, FILE)
+    rank, world = command_line.rank()
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29811",
+    }
     import deepspeed
     import torch
 
     deepspeed.init_distributed(dist_backend="gloo")
     known = json.loads(FILE.read_text())
     for run in known["runs"].values():
-        found: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
+        found: list[Any] = [None] * world
         torch.distributed.all_gather_object(found, record(known["model"], run["deepspeed"]))
         run["ranks"] = found
     for run in known["gathering"].values():
         quantized = run.get("quantized", False)
         run |= follow(known["model"], run["deepspeed"], lora=run["lora"], quantized=quantized)
-    if rank == "0":
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+    if rank == 0:
+        command_line.tell_record(FILE, known, accept=accept)
 
 
 if __name__ == "__main__":

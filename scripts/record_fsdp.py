@@ -1,10 +1,10 @@
-"""Counts what a process under FSDP really allocates, and writes tests/recorded_fsdp.json.
+"""Counts what a process under FSDP really allocates.
 
-usage: python scripts/record_fsdp.py
+usage: python scripts/record_fsdp.py [--accept]
 
-torch.profiler reports every allocation of two optimizer steps on the CPU; communication is left out (torch's fake
-process group), so that one process stands for a rank. What accelerate and PEFT do to a model is done by their own
-code. The model and the runs are those of the file.
+With --accept it is written to tests/recorded_fsdp.json, else printed. torch.profiler reports every allocation of two
+optimizer steps on the CPU; communication is left out (torch's fake process group), so that one process stands for a
+rank. What accelerate and PEFT do to a model is done by their own code. The model and the runs are those of the file.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+import command_line
 
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "recorded_fsdp.json"
@@ -142,12 +144,13 @@ def heights(trace: str) -> dict[str, int]:
 
 def main() -> None:
     """Records every run of the file."""
+    accept = command_line.accepts(__doc__, FILE)
     recorded = json.loads(FILE.read_text())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=recorded["world"])
     torch.manual_seed(0)
     for run in recorded["runs"].values():
         run["heights"] = record(recorded["model"], run)
-        FILE.write_text(json.dumps(recorded, indent=1) + "\n")
+    command_line.tell_record(FILE, recorded, accept=accept)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,27 @@
-"""Counts what two processes with DeepSpeed keep on disk and in swap buffers, and writes tests/recorded_nvme.json.
+"""Counts what two processes with DeepSpeed keep on disk and in swap buffers.
 
-usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_nvme.py FOLDER & done; wait
+usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_nvme.py [--accept] FOLDER & done; wait
 
-A folder in FOLDER takes what is offloaded and is removed again; FOLDER stands for an NVMe, and any disk that allows
-direct reads and writes will do.
-The model and the configurations are those of the file. Noted of every run are the bytes of the files in FOLDER, of the
-swap buffers, of optimizer states that lie outside of these before each micro-step and at the end, and of gradients
-that do before each step; and how many elements count as gathered after each module, a line for each micro-step. Of a
-run that DeepSpeed ends itself the sentence is noted. Needs libaio, deepspeed and some minutes.
+With --accept it is written to tests/recorded_nvme.json, else printed. A new folder in FOLDER takes what is offloaded,
+and is deleted afterwards; it is the place of an NVMe, and any disk that allows direct reads and writes will do. The
+model and the configurations are those of the file. Noted of every run are the bytes of the files there, of the swap
+buffers, of optimizer states that lie outside of these before each micro-step and at the end, and of gradients that do
+before each step; and how many elements count as gathered after each module, a line for each micro-step. Of a run that
+DeepSpeed ends itself the sentence is noted. Needs libaio, deepspeed and some minutes.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import shutil
-import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import command_line
 from record_deepspeed import prepare, train
 
 
@@ -142,30 +144,44 @@ def record(model: dict[str, Any], run: dict[str, Any], folder: Path) -> dict[str
 
 
 def main() -> None:
-    """One rank; the first one writes what all of them counted."""
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir() or "RANK" not in os.environ:
-        raise SystemExit(__doc__)
-    rank, folder = os.environ["RANK"], Path(sys.argv[1]) / "recorded_nvme"
-    if folder.exists():
-        raise SystemExit(f"{folder} exists already: remove it, or name another folder")
-    os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29812"}
+    """One rank; the first one tells what all of them counted."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where a folder for what is offloaded is made")
+    accept = command_line.accepts(__doc__, FILE, parser)
+    place = parser.parse_args().folder
+    rank, world = command_line.rank()
+    if not place.is_dir():
+        command_line.fail(f"{place} is not a folder")
+    os.environ |= {
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29812",
+    }
     import deepspeed
     import torch
+    from deepspeed.ops.op_builder import AsyncIOBuilder
 
+    if not AsyncIOBuilder().is_compatible():
+        command_line.fail("DeepSpeed cannot build its async_io here, which needs libaio's headers")
     deepspeed.init_distributed(dist_backend="gloo")
     remember_pinned()
     known = json.loads(FILE.read_text())
     for run in known["runs"].values():
-        found: list[Any] = [None] * int(os.environ["WORLD_SIZE"])
-        torch.distributed.all_gather_object(found, record(known["model"], run, folder))
+        made: list[Any] = [tempfile.mkdtemp(prefix="record_nvme.", dir=place) if rank == 0 else None]
+        torch.distributed.broadcast_object_list(made)
+        found: list[Any] = [None] * world
+        try:
+            torch.distributed.all_gather_object(found, record(known["model"], run, Path(made[0])))
+        finally:
+            if rank == 0:
+                shutil.rmtree(made[0], ignore_errors=True)
         lines = [each.pop("available") for each in found]
         assert all(line == lines[0] for line in lines), "ranks gather differently"
         run |= {"ranks": found, "available": lines[0]}
-        if rank == "0":
-            shutil.rmtree(folder, ignore_errors=True)
         torch.distributed.barrier()
-    if rank == "0":
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+    if rank == 0:
+        command_line.tell_record(FILE, known, accept=accept)
 
 
 if __name__ == "__main__":

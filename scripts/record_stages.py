@@ -1,20 +1,24 @@
-"""Notes what ZeRO-3 gathers in real LLaMA-Factory runs, and writes it to tests/recorded_stages.json.
+"""Notes what ZeRO-3 gathers in real LLaMA-Factory runs.
 
-usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_stages.py RUN & done; wait
+usage: for RANK in 0 1; do WORLD_SIZE=2 RANK=$RANK python scripts/record_stages.py [--accept] RUN & done; wait
 
-Two processes with DeepSpeed on the CPU make two steps of a small model, as the file says under the name RUN. Noted is
-how many elements DeepSpeed counts as gathered after each module that it meets, a line for each forward of a model and
-all that follows it, and which of DeepSpeed's engines that belongs to. Needs deepspeed and a minute.
+With --accept it is written to tests/recorded_stages.json, else printed. Two processes with DeepSpeed on the CPU make
+two steps of a small model, as the file says under the name RUN. Noted is how many elements DeepSpeed counts as
+gathered after each module that it meets, a line for each forward of a model and all that follows it, and which of
+DeepSpeed's engines that belongs to. Needs deepspeed and a minute.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+import command_line
 
 
 FILE = Path(__file__).resolve().parents[1] / "tests" / "recorded_stages.json"
@@ -44,11 +48,16 @@ def watch() -> list[dict[str, Any]]:
     return forwards
 
 
-def main(name: str) -> None:
-    """One rank; the first one writes what it noted."""
-    rank = os.environ["RANK"]
+def main() -> None:
+    """One rank; the first one tells what it noted."""
+    known = json.loads(FILE.read_text())
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("name", choices=list(known["runs"]), metavar="RUN", help=", ".join(known["runs"]))
+    accept = command_line.accepts(__doc__, FILE, parser)
+    name = parser.parse_args().name
+    rank, _ = command_line.rank()
     own = {"HF_DATASETS_CACHE": str(FOLDER / f"cache_{rank}"), "MEASURE_ROOT": str(FOLDER / f"rank_{rank}")}
-    os.environ |= ENVIRONMENT | own | {"LOCAL_RANK": rank}
+    os.environ |= ENVIRONMENT | own | {"LOCAL_RANK": str(rank)}
     import measure_runs
 
     os.environ |= measure_runs.ENVIRONMENT
@@ -59,19 +68,17 @@ def main(name: str) -> None:
 
     training_args.is_torch_bf16_gpu_available = lambda: True
     reward.fix_valuehead_checkpoint = Trainer.save_model = lambda *_, **__: None
-    known = json.loads(FILE.read_text())
     run = known["runs"][name]
     measure_runs.write_model(run["model"], known["models"][run["model"]])
     deepspeed.init_distributed(dist_backend="gloo")
     forwards = watch()
     tuner.run_exp(measure_runs.arguments({"id": name, "model": run["model"], "args": known["args"] | run["args"]}))
     run["forwards"] = [one | {"available": " ".join(map(str, one["available"]))} for one in forwards]
-    if rank == "0":
-        FILE.write_text(json.dumps(known, indent=1) + "\n")
+    if rank == 0:
+        command_line.tell_record(FILE, known, accept=accept)
+        sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or "RANK" not in os.environ:
-        raise SystemExit(__doc__)
-    main(sys.argv[1])
+    main()

@@ -25,6 +25,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+import command_line
 import measure_runs
 import preset_runs
 import qwen3_shapes
@@ -161,13 +162,13 @@ def line(row: dict[str, Any]) -> str:
 
 def earlier(out: Path) -> dict[str, dict[str, Any]]:
     """Rows of earlier calls by preset; the last one of each counts."""
-    lines = out.read_text(encoding="utf-8").splitlines() if out.exists() else []
-    return {row["name"]: row for row in map(json.loads, lines)}
+    return {row["name"]: row for row in command_line.rows_to_add_to(out, "name", "ok")}
 
 
 def verify(chosen: list[Preset], options: argparse.Namespace, card: dict[str, Any]) -> int:
     """Runs the presets that have not got through yet, prints the table, and returns the exit code."""
-    known = {} if options.fresh else earlier(options.out)
+    known = earlier(options.out)
+    known = {} if options.fresh else known
     rows: dict[str, dict[str, Any]] = {}
     todo = []
     for preset in chosen:
@@ -262,10 +263,14 @@ def main() -> int:
     """Reads the options and runs what they name."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("presets", nargs="*", metavar="PRESET", help="names; all of them if none is given")
-    parser.add_argument("--jobs", type=int, default=4, help="how many load at a time (they train one after the other)")
+    parser.add_argument(
+        "--jobs", type=command_line.count, default=4, help="how many load at a time (they train one after the other)"
+    )
     parser.add_argument("--memory-only", action="store_true", help="all train at once, so that speeds say nothing")
     parser.add_argument("--one-gpu", action="store_true", help="presets for several GPUs share the only one")
-    parser.add_argument("--accumulate", type=int, help="at most as many micro-batches a step, to save time")
+    parser.add_argument(
+        "--accumulate", type=command_line.count, help="at most as many micro-batches a step, to save time"
+    )
     parser.add_argument("--card-gib", type=float, help="share of the card, where something else runs on it too")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds after which to stop")
     parser.add_argument("--fresh", action="store_true", help="run also what got through before")
@@ -277,7 +282,7 @@ def main() -> int:
     try:
         chosen = [presets.find(name) for name in options.presets] or presets.available()
     except UserError as error:
-        sys.exit(f"error: {error}")
+        command_line.fail(str(error))
     chosen = [preset for preset in chosen if preset.usable_bytes]
     card = preset_runs.card()
     preset_runs.prepare(deepspeed=any("deepspeed" in preset.arguments for preset in chosen))

@@ -17,6 +17,8 @@ from typing import Any
 
 import yaml
 
+import command_line
+
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "presets/measured.json"
@@ -29,6 +31,9 @@ KEPT = (
     "peak_gib", "predicted_gib", "cap_gib", "reserved_gib", "host_gib", "tokens_per_step", "tokens_per_second",
     "accumulation", "num_gpus", "one_gpu", "gpu",
 )  # fmt: skip
+BATCH = {"num_gpus", "tokens_per_step", "accumulation"}
+SPEED_KEPT = ("mix", "preset", "arm", "changed", "peak_gib")
+SPEED_ROUNDED = ("samples_per_second", "tokens_per_second", "mfu")
 
 
 def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
@@ -37,13 +42,15 @@ def read_results(file: Path, record: dict[str, Any]) -> dict[str, Any]:
     A run that was not timed leaves the speed that another one of the same settings had. What ran with other settings
     than the preset has now is left out.
     """
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in command_line.read_rows(file, "name", "ok"):
         preset = ROOT / f"presets/{row['name']}.yaml"
         given = yaml.safe_load(preset.read_text(encoding="utf-8")) if preset.exists() else None
-        if row["ok"] and given is not None and not is_of(row, given):
+        if row["ok"] and given is not None and BATCH <= row.keys() and not is_of(row, given):
             print(f"{row['name']}: ran with other settings, left out", file=sys.stderr)
         elif row["ok"] and given is not None:
+            missing = [key for key in KEPT if key not in row]
+            if missing:
+                command_line.fail(f"{file}: the row of {row['name']} has no {', '.join(missing)}")
             before = record.get(row["name"], {})
             kept = {key: row[key] for key in KEPT}
             if kept["tokens_per_second"] is None and before.get("tokens_per_step") == kept["tokens_per_step"]:
@@ -105,11 +112,13 @@ def table(record: dict[str, Any]) -> str:
 def read_speed(file: Path, record: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The record of speeds with the runs of a file that got through; the last one of each arm counts."""
     found = {(row["mix"], row["preset"], row["arm"]): row for row in record}
-    for line in file.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
+    for row in command_line.read_rows(file, "mix", "preset", "arm", "ok"):
         if row["ok"] and "samples_per_second" in row:
-            kept = {key: row[key] for key in ("mix", "preset", "arm", "changed", "peak_gib")}
-            rounded = {key: round(row[key], 4) for key in ("samples_per_second", "tokens_per_second", "mfu")}
+            missing = [key for key in (*SPEED_KEPT, *SPEED_ROUNDED, "step_seconds") if key not in row]
+            if missing:
+                command_line.fail(f"{file}: the row of {row['preset']} has no {', '.join(missing)}")
+            kept = {key: row[key] for key in SPEED_KEPT}
+            rounded = {key: round(row[key], 4) for key in SPEED_ROUNDED}
             found[row["mix"], row["preset"], row["arm"]] = (
                 kept | rounded | {"timed_steps": len(row["step_seconds"]) - 1}
             )
@@ -164,14 +173,17 @@ def main() -> None:
         record = read_results(file, record)
     for file in options.speed:
         speed = read_speed(file, speed)
-    RECORD.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-    SPEED.write_text(json.dumps(speed, indent=1) + "\n", encoding="utf-8")
+    written = [(RECORD, json.dumps(record, indent=2) + "\n"), (SPEED, json.dumps(speed, indent=1) + "\n")]
     for file in (ROOT / "presets").glob("*gb_*.yaml"):
         text = file.read_text(encoding="utf-8")
         line = measured_line(file.stem, record, yaml.safe_load(text))
-        file.write_text(re.sub(r"(?m)^# Measured: .*$", line, text, count=1), encoding="utf-8")
-    text = between(README.read_text(encoding="utf-8"), MARKS, table(record))
-    README.write_text(between(text, SPEED_MARKS, speed_table(speed)), encoding="utf-8")
+        written.append((file, re.sub(r"(?m)^# Measured: .*$", line, text, count=1)))
+    text = README.read_text(encoding="utf-8")
+    lost = [mark for mark in (*MARKS, *SPEED_MARKS) if text.count(mark) != 1]
+    if lost:
+        command_line.fail(f"{README} does not have `{lost[0]}` once, which marks where figures go")
+    text = between(between(text, MARKS, table(record)), SPEED_MARKS, speed_table(speed))
+    command_line.write_whole([*written, (README, text)])
 
 
 if __name__ == "__main__":

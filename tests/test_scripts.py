@@ -184,7 +184,7 @@ def test_measuring_needs_a_card_and_says_so(run: Any, tmp_path: Path) -> None:
     done = run(["python", ROOT / "scripts/measure_peak.py", "a.yaml"], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 2 and done.stderr.startswith("error: There is no GPU here")
     done = run(["python", ROOT / "scripts/provoke_oom.py", "out"], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
-    assert done.returncode == 2 and "no CUDA card" in done.stdout
+    assert done.returncode == 2 and "no CUDA card" in done.stderr
 
 
 @pytest.mark.usefixtures("scripts")
