@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 
 from llamafactory_preflight import arguments
 from llamafactory_preflight.arguments import schema
-from llamafactory_preflight.errors import UserError
+from llamafactory_preflight.errors import Refused, UserError
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 
@@ -149,6 +150,7 @@ def written(tmp_path: Path) -> Callable[[str, str], Path]:
         ("a.yaml", "a: 1\na: 2", "duplicate key a, line 2, column 1"),
         ("a.yaml", "a:\n\tb: 1", "is not YAML.*line 2, column 1"),
         ("a.yaml", "a: &a [*a]", "is not YAML"),
+        ("a.yaml", "a: 1\n---\nb: 2\n", "a single document in the stream but found another document, line 2"),
         ("a.yaml", "", "holds no arguments"),
         ("a.yaml", "hello", "holds no arguments"),
         ("a.yaml", "!!python/object/apply:os.system ['exit']", "is not YAML"),
@@ -207,6 +209,13 @@ def test_a_missing_file(tmp_path: Path) -> None:
 def test_a_faulty_override(written: Callable[[str, str], Path], override: str) -> None:
     with pytest.raises(UserError, match="is not an override"):
         arguments.read(written("a.yaml", "a: 1"), [override])
+
+
+@pytest.mark.parametrize("override", ["deepspeed={stage: 2", "dataset=[identity", "lora_rank=a: b: c"])
+def test_an_override_that_is_not_yaml_is_named_itself(written: Callable[[str, str], Path], override: str) -> None:
+    with pytest.raises(Refused, match=rf"The value in '{re.escape(override)}' is not YAML") as raised:
+        arguments.read(written("a.yaml", "a: 1"), ["lora_rank=4", override])
+    assert "a.yaml" not in str(raised.value)
 
 
 @pytest.mark.parametrize("argv", [["--lora_rank", "four"], ["--bf16", "maybe"], ["--stage", "foo"], ["word"]])

@@ -446,6 +446,8 @@ def test_nothing_planned() -> None:
     ("gpu", "message"),
     [
         ("24", "has no unit"),
+        ("4090", "has no unit.* Write 4090GiB, or rtx4090 for the card"),
+        ("0", "is no memory at all"),
         ("-3GiB", "not an amount"),
         ("0GiB", "no memory"),
         ("rtx9999", "not a card"),

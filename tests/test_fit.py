@@ -193,7 +193,14 @@ def test_what_fits_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[st
     ("words", "reason"),
     [
         (("a.yaml", "--fit", "--allow", "batch"), "'batch' cannot be allowed"),
-        (("-", "--fit", "-o", "b.yaml"), "-o needs a file"),
+        (("-", "--fit", "-o", "b.yaml"), "-o needs a YAML file"),
+        (("-", "--tune", "-o", "b.yaml"), "-o needs a YAML file"),
+        (("a.yaml", "--fit", "-o", "-"), "-o writes YAML"),
+        (("a.yaml", "--fit", "-o", "b.json"), "-o writes YAML"),
+        (("a.yaml", "--fit", "-o", "/dev/full", "--force"), "-o writes YAML"),
+        (("a.yaml", "--fit", "--method", "lora"), "--method goes with --model"),
+        (("a.yaml", "--tune", "--allow", "cutoff"), "--allow goes with --fit"),
+        (("--model", "model", "--method", "", "--gpu", "24GiB"), "--method  is not known"),
         (("a.yaml", "a.yaml", "--fit"), "one file at a time"),
         (("a.yaml", "--fit", "-o", "no/such/b.yaml", "--gpu", "24GiB"), "cannot be written"),
         (("a.yaml", "--fit", "-o", "model", "--gpu", "24GiB"), "model is a folder"),
@@ -203,7 +210,7 @@ def test_what_fits_is_not_changed(folder: Path, capsys: pytest.CaptureFixture[st
         (("a.yaml", "--fit", "--exact", "--gpu", "24GiB"), "--exact simulates a run as it is"),
         (("--model", "", "--gpu", "24GiB"), "--model is empty"),
         (("--model", "model", "--method", "magic", "--gpu", "24GiB"), "--method magic is not known"),
-        (("--model", "model", "cutoff_len", "--gpu", "24GiB"), "take one file at a time"),
+        (("--model", "model", "cutoff_len", "--gpu", "24GiB"), "take one file at a time, or --model"),
         (("--model", "nowhere", "--gpu", "24GiB", "--tune", "-o", "b.yaml"), "No preset was made"),
     ],
 )
@@ -218,7 +225,7 @@ def test_values_are_replaced_where_they_stand_and_others_are_added() -> None:
     text = "a: 1  # one\nb:  true\n# c: 5\nnested:\n  a: 7\n"
     new = yaml_text.changed(text, {"a": 2, "b": False, "c": "x"}, reason="added")
     assert yaml.safe_load(new) == {"a": 2, "b": False, "c": "x", "nested": {"a": 7}}
-    assert new.splitlines()[:2] == ["a: 2  # was 1", "b:  false  # was true"] and "# c: 5" in new
+    assert new.splitlines()[:2] == ["a: 2  # was 1; one", "b:  false  # was true"] and "# c: 5" in new
 
 
 @pytest.mark.parametrize(
@@ -233,7 +240,9 @@ def test_values_are_replaced_where_they_stand_and_others_are_added() -> None:
         ("\ufeffa: 1\nb: 2\n", {"a": 3}, "b: 2"),
         ("a: &r 8\nb: *r\n", {"b": 3}, ""),
         ("{a: 1, b: 2}", {"a": 3, "c": 1}, ""),
-        ("---\na: 1\n...\n", {"c": 2}, ""),
+        ("# mine\n{a: 1, b: 2}  # and mine\n", {"a": 3, "c": 1}, "# mine\n# and mine\n"),
+        ("---\na: 1  # 'mine' # too\n...\n", {"c": 2}, "# 'mine' # too"),
+        ("a:\n- x  # mine\n- y\nb: '#1'  # mine too\n", {"a": "z"}, "# mine\n# mine too\n"),
     ],
 )
 def test_every_form_of_yaml_stays_right(text: str, changes: dict[str, object], kept: str) -> None:

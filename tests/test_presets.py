@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +39,13 @@ def test_find(name: str) -> None:
 def test_find_what_is_not_there(name: str) -> None:
     with pytest.raises(UserError, match="cpu_smoke"):
         presets.find(name)
+
+
+@pytest.mark.parametrize("name", ["24GB_LORA", "24gb-lora", "presets/24gb_lora.yaml", "24gb_lora.yml", "24gb_lorra"])
+def test_a_name_that_is_almost_right_gets_the_right_one(name: str) -> None:
+    with pytest.raises(UserError, match=r"There are .*24gb_lora\b") as raised:
+        presets.find(name)
+    assert "cpu_smoke" not in str(raised.value)
 
 
 def test_a_copy_finds_everything_beside_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,8 +128,49 @@ def test_what_cannot_be_replaced_is_told_and_nothing_written(tmp_path: Path, for
         presets.copy("cpu_smoke", tmp_path, force=force)
     assert [file.name for file in tmp_path.rglob("*")] == ["cpu_smoke.yaml"]
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be written: "):
+    with pytest.raises(UserError, match=r"file is not a folder\. Nothing was written"):
         presets.copy("cpu_smoke", tmp_path / "file", force=force)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "data").write_text("mine")
+    with pytest.raises(UserError, match=r"other.data is not a folder"):
+        presets.copy("cpu_smoke", other, force=force)
+    pipe = tmp_path / "pipe.yaml"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match=r"pipe\.yaml is a device"):
+        presets.put({pipe: b""}, pipe, force=force)
+    assert pipe.is_fifo()
+
+
+def test_a_link_to_nothing_stands_in_the_way_until_force(tmp_path: Path) -> None:
+    (tmp_path / "cpu_smoke.yaml").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "12gb_lora.yaml").symlink_to("12gb_lora.yaml")
+    for name in ("cpu_smoke", "12gb_lora"):
+        with pytest.raises(UserError, match=rf"{name}\.yaml exists already"):
+            presets.copy(name, tmp_path, force=False)
+        presets.copy(name, tmp_path, force=True)
+        assert (tmp_path / f"{name}.yaml").read_bytes() == presets.find(name).file.read_bytes()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_the_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_permission(**_: object) -> None:
+        raise PermissionError(13, "Permission denied", str(tmp_path / ".cpu_smoke.yaml.x"))
+
+    monkeypatch.setattr(tempfile, "mkstemp", no_permission)  # root may write everywhere
+    with pytest.raises(UserError, match=r"cpu_smoke\.yaml cannot be used: Permission denied") as raised:
+        presets.copy("cpu_smoke", tmp_path, force=False)
+    assert ".cpu_smoke.yaml.x" not in str(raised.value)
+
+
+def test_a_data_file_of_ours_that_is_gone_comes_back_and_a_changed_one_stays(tmp_path: Path) -> None:
+    presets.copy("24gb_lora", tmp_path, force=False)
+    (tmp_path / "data/identity.json").unlink()
+    (tmp_path / "data/dpo_en_demo.json").write_text("[]")
+    for force in (False, True):
+        presets.copy("24gb_qlora", tmp_path, force=force)
+        assert (tmp_path / "data/identity.json").is_file()
+        assert (tmp_path / "data/dpo_en_demo.json").read_text() == "[]"
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from llamafactory_preflight import whole_file
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.watch import aftermath, explain, heartbeat, kills, lookalikes, record, shortage
 from llamafactory_preflight.watch.shortage import Shortage
@@ -239,8 +240,9 @@ def test_a_process_that_is_killed_is_told_of_by_the_next(tmp_path: Path) -> None
     process.communicate()
     (text,) = aftermath.of_killed(str(tmp_path))
     flat = " ".join(text.split())
-    assert "rank 1 ended without a word in the optimizer step of step 7" in flat
-    assert "GiB of main memory" in flat and "neither offloaded nor paged" in flat
+    assert "rank 1 ended without a word in the optimizer step of step 7" in flat and "GiB of main memory" in flat
+    if kills.counted():
+        assert "so something else ended it" in flat and "What lowers it" not in flat
     heartbeat.clear(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
@@ -269,6 +271,47 @@ def test_a_rank_that_finished_does_not_speak_for_one_that_was_killed(tmp_path: P
     write_beat(tmp_path, 1, ended={"outcome": "finished", "measured": {}})
     (text,) = aftermath.of_killed(str(tmp_path))
     assert "rank 0 ended without a word while saving" in " ".join(text.split())
+
+
+def test_what_the_kernel_has_counted_says_why_a_process_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, _, boot = heartbeat.machine().partition(" ")
+    counts = {"machine": 2, "cgroup": 0}
+    for before, machine, said in (
+        (counts, f"{here} {boot}", "The kernel has not killed for want of memory since then, so something else"),
+        (counts | {"cgroup": -1}, f"{here} {boot}", "The kernel has killed in this container"),
+        (counts | {"machine": 1}, f"{here} {boot}", "The kernel has killed on this machine"),
+        ({}, f"{here} {boot}", "Main memory that ran out is the usual reason"),
+        (counts, f"{here} another", "The machine has been started anew since then"),
+        (counts, "elsewhere another", "Main memory that ran out is the usual reason"),
+    ):
+        monkeypatch.setattr(kills, "counted", lambda: counts)
+        write_beat(tmp_path, 0, kills_before=before, machine=machine, beat_at=time.time() - 3600)
+        (text,) = aftermath.of_killed(str(tmp_path))
+        flat = " ".join(text.split())
+        assert said in flat
+        assert ("What lowers it" in flat) == ("something else" not in said and "anew" not in said)
+
+
+def test_a_full_disk_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "a.json"
+    whole_file.write(file, "old")
+
+    def full(path: Path, text: str, **_: Any) -> int:
+        with open(path, "w") as stream:
+            stream.write(text[:1])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        whole_file.write(file, "new")
+    assert [each.name for each in tmp_path.iterdir()] == ["a.json"] and file.read_text() == "old"
+
+
+def test_on_the_cpu_nothing_of_a_gpu_is_zero() -> None:
+    state = State(on_gpu=False, step=3, host_peak_bytes=GIB)
+    measured = record.content(None, {}, [state.as_dict()], {})["measurement"]
+    assert measured["peak_allocated_bytes"] is None and measured["peak_reserved_bytes"] is None
+    assert (measured["host_peak_bytes"], measured["steps"]) == (GIB, 3)
 
 
 def test_a_run_on_another_machine_that_still_beats_is_left_alone(tmp_path: Path) -> None:

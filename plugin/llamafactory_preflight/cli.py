@@ -20,6 +20,7 @@ preflight FILE [key=value ...]  tell whether a training run fits, without starti
 presets [list | show | copy]    training presets of this pack
 template FILE [key=value ...]   show the samples of a training run as the model will see them
 doctor                          what is installed, and whether the plugin is live"""
+YAML_SUFFIXES = (".yaml", ".yml")
 INTERRUPTED = 130  # as shells call it: 128 and the number of SIGINT
 
 
@@ -117,13 +118,13 @@ def _preflight(argv: Sequence[str]) -> int:
     files = [item for item in options.items if item not in overrides]
     if options.model is None and not files:
         raise UserError("No file is given", next_step="Name a YAML file, or - for standard input")
+    if options.method is not None and options.model is None:
+        raise UserError("--method goes with --model: a file has its own method", next_step="Leave it out")
     machine = {name: getattr(options, name) for name in ("gpu", "free", "device", "gpus", "host_ram")}
     if options.fit or options.tune or options.model is not None:
         return _changed(options, files, overrides, machine)
-    if options.output is not None or options.force or options.allow is not None or options.method is not None:
-        raise UserError(
-            "-o, --force, --allow and --method go with --fit, --tune or --model", next_step="Add one of these"
-        )
+    if options.output is not None or options.force or options.allow is not None:
+        raise UserError("-o, --force and --allow go with --fit, --tune or --model", next_step="Add one of these")
     worst = 0
     for position, file in enumerate(files):
         try:
@@ -147,7 +148,12 @@ def _preflight(argv: Sequence[str]) -> int:
 def _changed(options: argparse.Namespace, files: list[str], overrides: list[str], machine: dict[str, Any]) -> int:
     """The report of a run that was changed to fit or to be faster."""
     if len(files) + (options.model is not None) > 1 or (options.fit and options.tune):
-        raise UserError("--fit and --tune take one file at a time, and one of them", next_step="Leave one out")
+        what = "--fit and --tune take one file at a time, or --model instead of it, and only one of the two"
+        raise UserError(what, next_step="Leave one out")
+    if options.allow is not None and (options.tune or options.model is not None):
+        raise UserError("--allow goes with --fit: --tune changes nothing that is trained", next_step="Leave it out")
+    if options.output is not None and files and not files[0].endswith(YAML_SUFFIXES):
+        raise UserError("-o needs a YAML file to start from", where=files[0], next_step="Name one")
     if options.accelerate_config is not None:
         raise UserError("--fit, --tune and --model do not know --accelerate-config yet", next_step="Leave it out")
     if options.exact:
@@ -158,7 +164,7 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
 
     where = {"output": options.output, "as_json": options.json, **machine}
     if options.model is not None:
-        return tune.create(options.model, options.method or "lora", overrides, **where)
+        return tune.create(options.model, "lora" if options.method is None else options.method, overrides, **where)
     if options.tune:
         return tune.run(files[0], overrides, **where)
     return fit.run(files[0], overrides, allow=options.allow or "", **where)
@@ -166,10 +172,12 @@ def _changed(options: argparse.Namespace, files: list[str], overrides: list[str]
 
 def _check_output(file: Path, *, force: bool) -> None:
     """Looks before the search begins whether its file may be written."""
-    if not file.parent.is_dir():
-        raise UserError(f"{file} cannot be written: its folder does not exist", next_step="Make the folder first")
     if file.is_dir():
         raise UserError(f"{file} is a folder", next_step="Name a file in it")
+    if file.suffix not in YAML_SUFFIXES:
+        raise UserError(f"-o writes YAML, and {file} is no such name", next_step="Let it end with .yaml")
+    if not file.parent.is_dir():
+        raise UserError(f"{file} cannot be written: its folder does not exist", next_step="Make the folder first")
     if os.path.lexists(file) and not force:
         raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -10,6 +11,14 @@ from llamafactory_preflight import handoff
 
 
 _T = TypeVar("_T")
+
+
+def unset_faulty_switches() -> None:
+    """A switch with a value that does not exist turns off nothing else: it is told, and counts as not set."""
+    from llamafactory_preflight.settings import unset_faulty
+
+    for fault in unset_faulty(os.environ):
+        handoff.warn_once(f"{fault} For now it counts as not set.")
 
 
 def fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
@@ -20,6 +29,7 @@ def fail_open(step: Callable[[], _T], otherwise: _T) -> _T:
         from llamafactory_preflight.errors import UserError
         from llamafactory_preflight.settings import Settings
 
+        unset_faulty_switches()
         try:
             if Settings.from_environment().mode != "off":
                 return step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
 import re
@@ -90,7 +91,9 @@ def find(name: str) -> Preset:
     file = _folder() / f"{name.removesuffix('.yaml')}.yaml"
     if Path(name).name != name or not file.is_file():
         names = [preset.name for preset in available()]
-        alike = [each for each in names if each.startswith(name)] if name else []
+        wanted = Path(name.lower()).stem.replace("-", "_")
+        alike = [each for each in names if each.startswith(wanted)] if wanted else []
+        alike = alike or difflib.get_close_matches(wanted, names, n=3, cutoff=0.75)
         raise UserError(f"There is no preset {name!r}", next_step=f"There are {', '.join(alike or names)}")
     return _load(file)
 
@@ -141,16 +144,30 @@ def put(contents: Mapping[Path, bytes], target: Path, *, force: bool) -> list[Pa
     """
     try:
         for file, content in contents.items():
-            if file.is_dir():
-                raise UserError(f"{file} is a folder", next_step="Nothing was written; choose another place")
-            if os.path.lexists(file) and not force and file.read_bytes() != content:
+            _refuse_what_stands_there(file)
+            if os.path.lexists(file) and not force and not (file.exists() and file.read_bytes() == content):
                 raise UserError(f"{file} exists already", next_step="Nothing was written; --force overwrites it")
         _write(contents)
     except OSError as error:
-        raise UserError(
-            f"{error.filename2 or target} cannot be written: {words(error)}", next_step="Nothing was written"
-        ) from None
+        place = error.filename2 or error.filename or target
+        raise UserError(f"{place} cannot be used: {words(error)}", next_step="Nothing was written") from None
     return list(contents)
+
+
+def _refuse_what_stands_there(file: Path) -> None:
+    """Not even `--force` replaces a folder or a device, or makes a folder of a file.
+
+    Raises:
+        UserError: One of them stands there.
+    """
+    elsewhere = "Nothing was written; choose another place"
+    if file.is_dir():
+        raise UserError(f"{file} is a folder", next_step=elsewhere)
+    if file.exists() and not file.is_file():
+        raise UserError(f"{file} is a device, not a file", next_step=elsewhere)
+    for folder in file.parents:
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise UserError(f"{folder} is not a folder", next_step=elsewhere)
 
 
 def _folder() -> Path:
@@ -187,16 +204,21 @@ def _measured(file: Path) -> Measured | None:
 
 
 def _data(preset: Preset, target: Path) -> dict[Path, bytes]:
-    """All data sets of the pack as files, so that the next preset finds its own; none where the target has a list."""
+    """All data sets of the pack as files, so that the next preset finds its own.
+
+    Where the target has a list, not even `--force` replaces what is there; one of ours is completed.
+    """
     source = _folder() / _DATA
-    folder = target / _DATA
-    if os.path.lexists(folder / paths.DATA_INFO):  # somebody's own: not even --force replaces it
-        return {}
+    info = target / _DATA / paths.DATA_INFO
     text = (source / paths.DATA_INFO).read_bytes()
     files = {
-        folder / item["file_name"]: (source / item["file_name"]).read_bytes() for item in json.loads(text).values()
+        info.with_name(item["file_name"]): (source / item["file_name"]).read_bytes()
+        for item in json.loads(text).values()
     }
-    return files | {folder / paths.DATA_INFO: text}
+    if not os.path.lexists(info):
+        return files | {info: text}
+    is_ours = info.is_file() and info.read_bytes() == text
+    return {file: content for file, content in files.items() if is_ours and not os.path.lexists(file)}
 
 
 def _write(contents: Mapping[Path, bytes]) -> None:
@@ -207,7 +229,11 @@ def _write(contents: Mapping[Path, bytes]) -> None:
         for file, content in contents.items():
             made += [folder for folder in (file.parent, *file.parent.parents) if not folder.exists()]
             file.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+            try:
+                handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+            except OSError as error:
+                error.filename = str(file)  # whoever reads it has not heard of the temporary one
+                raise
             prepared.append((temporary, file))
             with os.fdopen(handle, "wb") as stream:
                 stream.write(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -19,6 +19,11 @@ GPU_VARIABLE = "LLAMAFACTORY_PREFLIGHT_GPU"
 TURNS_VARIABLE = "LLAMAFACTORY_TEMPLATE_TURNS"
 LOSS_VARIABLE = "LLAMAFACTORY_TEMPLATE_LOSS"
 EMPTY_THINK_VARIABLE = "LLAMAFACTORY_TEMPLATE_EMPTY_THINK"
+
+VARIABLES = (
+    *(PREFLIGHT_VARIABLE, TEMPLATE_VARIABLE, ALLOW_VARIABLE, SNAPSHOT_VARIABLE, GPU_VARIABLE),
+    *(TURNS_VARIABLE, LOSS_VARIABLE, EMPTY_THINK_VARIABLE),
+)
 
 Mode = Literal["block", "warn", "fit", "off"]
 TemplateMode = Literal["fix", "warn", "off"]
@@ -76,6 +81,20 @@ class Settings:
             loss=cast(Loss, _choice(env, LOSS_VARIABLE, LOSSES)),
             empty_think=cast(EmptyThink, _choice(env, EMPTY_THINK_VARIABLE, EMPTY_THINKS)),
         )
+
+
+def unset_faulty(environ: MutableMapping[str, str]) -> Iterator[UserError]:
+    """Takes out each switch whose value does not exist, so that the others count, here and in children.
+
+    Yields:
+        What was wrong with it.
+    """
+    for variable in VARIABLES:
+        try:
+            Settings.from_environment({variable: environ.get(variable, "")})
+        except UserError as error:
+            del environ[variable]
+            yield error
 
 
 def allowed(text: str, *, where: str = "--allow") -> frozenset[str]:

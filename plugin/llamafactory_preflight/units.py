@@ -37,13 +37,13 @@ def parse_memory(text: str, *, where: str = "") -> int:
             next_step="Write it like 24GiB",
         )
     number, unit = match.groups()
-    if not unit:
+    if not unit and float(number):
         raise UserError(
             phrase("{value} has no unit", value=repr(text)),
             where=where,
             next_step=phrase("Write {number}GiB", number=number),
         )
-    size = int(float(number) * SCALES[unit.lower()])
+    size = int(float(number) * SCALES[unit.lower() or "g"])
     if size <= 0:
         raise UserError(
             phrase("{value} is no memory at all", value=repr(text)), where=where, next_step="Write it like 24GiB"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import presets
+from llamafactory_preflight import arguments, presets
 from llamafactory_preflight.advice.remedies import as_text
 
 
@@ -26,8 +27,8 @@ def changed(text: str, changes: Mapping[str, Any], *, reason: str) -> str:
         reason: Stands above the arguments that the text did not have.
 
     Returns:
-        The text, in which only the values differ. Where YAML's more unusual forms do not allow that (aliases, braces,
-        several documents), all arguments are written anew, and the comments are lost.
+        The text, in which only the values differ; a comment behind one stays. Where YAML's more unusual forms do not
+        allow that (aliases, braces, an end of the document), all arguments are written anew, below the comments.
     """
     import yaml
 
@@ -37,17 +38,29 @@ def changed(text: str, changes: Mapping[str, Any], *, reason: str) -> str:
         is_right = yaml.safe_load(edited) == wanted
     except yaml.YAMLError:
         is_right = False
-    return edited if is_right else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    new = edited if is_right else yaml.safe_dump(wanted, sort_keys=False, allow_unicode=True)
+    there = _comments(new)
+    lost = [comment for comment in _comments(text) if not any(comment in each for each in there)]
+    return "".join(f"# {comment}\n" for comment in lost) + new
 
 
-def write(output: Path, source: Path, changes: Mapping[str, Any], *, command: str) -> None:
+def write(output: Path, source: Path, changes: Mapping[str, Any], *, overrides: Sequence[str], command: str) -> None:
     """Writes a file with other values to another place, whole or not at all, and says so on standard error.
+
+    Args:
+        output: Where to.
+        source: A YAML file.
+        changes: Arguments by name.
+        overrides: `key=value` items that the file was read with; what they set is written too.
+        command: What made the changes.
 
     Raises:
         UserError: It cannot be written.
     """
     before = source.read_text(encoding="utf-8")
-    text = changed(before, changes, reason=f"added by {command}")
+    given = arguments.read(source, overrides)
+    from_overrides = {name: given[name] for name in sorted(arguments.overridden(overrides)) if name in given}
+    text = changed(before, from_overrides | dict(changes), reason=f"added by {command}")
     if text != before:
         text = renamed(text, source=source.name, output=str(output), command=f"llamafactory-cli {command}")
     presets.put({output: text.encode()}, output, force=True)
@@ -77,6 +90,16 @@ def renamed(text: str, *, source: str, output: str, command: str) -> str:
     return "\n".join([*made, *(line for line in lines if not _HOLDS_NO_MORE.match(line))]) + blank + rest
 
 
+def _comments(text: str) -> list[str]:
+    """What stands behind each `#`: YAML's tokens leave comments out, so they lie between two of them."""
+    import yaml
+
+    tokens = list(yaml.scan(text, Loader=yaml.SafeLoader))
+    gaps = (text[one.end_mark.index : other.start_mark.index] for one, other in itertools.pairwise(tokens))
+    found = (line.partition("#")[2].strip() for gap in gaps for line in gap.splitlines())
+    return [comment for comment in found if comment]
+
+
 def _edited(text: str, changes: Mapping[str, Any], reason: str) -> str:
     import yaml
 
@@ -91,8 +114,10 @@ def _edited(text: str, changes: Mapping[str, Any], reason: str) -> str:
             continue
         line_end = text.find("\n", end) if "\n" in text[end:] else len(text)
         shown = old if len(old) <= LONGEST_OLD_VALUE else "longer"
+        comment = text[end:line_end].strip(" \t#")
         blank = "" if text[:begin].endswith((" ", "\t")) else " "
-        text = f"{text[:begin]}{blank}{new}  # was {shown or 'empty'}{text[line_end:]}"
+        note = f"was {shown or 'empty'}{f'; {comment}' if comment else ''}"
+        text = f"{text[:begin]}{blank}{new}  # {note}{text[line_end:]}"
     if added:
         text = "\n".join([text.rstrip("\n"), "", f"### {reason}", *added])
     return text.rstrip("\n") + "\n"

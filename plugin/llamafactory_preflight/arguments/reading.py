@@ -9,11 +9,14 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from llamafactory_preflight.arguments import schema
 from llamafactory_preflight.errors import Refused, UserError, words
 
+
+if TYPE_CHECKING:
+    import yaml
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 ONE_A_LINE = "Write one `key: value` a line"
@@ -107,16 +110,14 @@ def _merged(text: str, origin: str, overrides: Sequence[str], *, as_json: bool =
         if not isinstance(loaded, DictConfig):
             kind = "a list" if isinstance(loaded, ListConfig) else "no arguments"
             raise Refused(f"{origin} holds {kind}", next_step=ONE_A_LINE)
-        for item in overrides:
-            if "=" not in item or item.startswith(("-", "=")):
-                raise UserError(f"{item!r} is not an override", next_step="Write it as key=value")
+        _check(overrides)
         merged = OmegaConf.to_container(OmegaConf.merge(loaded, OmegaConf.from_cli(list(overrides))))
     except json.JSONDecodeError as error:
         raise Refused(f"{origin} is not JSON: {error}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise Refused(f"{origin} is not YAML: {str(error.problem).rstrip('.')}{place}") from None
+        raise Refused(f"{origin} is not YAML: {_problem(error)}{place}") from None
     except yaml.YAMLError as error:
         raise Refused(f"{origin} is not YAML: {words(error)}") from None
     except RecursionError:
@@ -126,6 +127,32 @@ def _merged(text: str, origin: str, overrides: Sequence[str], *, as_json: bool =
     if not isinstance(merged, dict) or all(value is None for value in merged.values()):
         raise Refused(f"{origin} holds no arguments", next_step=ONE_A_LINE)
     return {str(key): value for key, value in merged.items()}
+
+
+def _check(overrides: Sequence[str]) -> None:
+    """Each by itself, so that the one that is malformed is named and not the file.
+
+    Raises:
+        UserError: One is no `key=value`, or its value is not YAML.
+    """
+    import yaml
+    from omegaconf import OmegaConf
+
+    for item in overrides:
+        if "=" not in item or item.startswith(("-", "=")):
+            raise UserError(f"{item!r} is not an override", next_step="Write it as key=value")
+        try:
+            OmegaConf.from_cli([item])
+        except yaml.MarkedYAMLError as error:
+            raise Refused(
+                f"The value in {item!r} is not YAML: {_problem(error)}", next_step="Put the item in quotes, whole"
+            ) from None
+
+
+def _problem(error: yaml.MarkedYAMLError) -> str:
+    """What is wrong, without where; PyYAML says some of it in halves."""
+    problem = str(error.problem).rstrip(".")
+    return f"{error.context} {problem}" if problem.startswith("but ") else problem
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llamafactory_preflight import arguments, preflight, report
+from llamafactory_preflight import preflight, report
 from llamafactory_preflight.advice import yaml_text
-from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.fitting import fit, judgement
 from llamafactory_preflight.result import Result
 from llamafactory_preflight.settings import allowed
@@ -33,8 +32,6 @@ def run(file: str, overrides: Sequence[str], *, allow: str, output: Path | None,
         UserError: A file, an argument or an amount is faulty.
     """
     permitted = allowed(allow)
-    if output is not None and file == "-":
-        raise UserError("-o needs a file to start from", next_step="Name a YAML file")
     result = preflight.check(file, overrides=overrides, **machine)
     if result.verdict.word in ("fits", "unknown"):
         _print(result, as_json)
@@ -79,10 +76,5 @@ def _print(result: Result, as_json: bool) -> None:
     print(report.as_json(result) if as_json else report.text(result))
 
 
-def _write(output: Path, file: str, overrides: Sequence[str], changes: Any) -> None:
-    if file.endswith(".json"):
-        raise UserError("-o writes YAML, and LLaMA-Factory may not read JSON", next_step="Start from a YAML file")
-    given = arguments.read(Path(file), overrides)
-    names = [item.partition("=")[0] for item in overrides]
-    chosen = {name: given[name] for name in names if name in given} | dict(changes)
-    yaml_text.write(output, Path(file), chosen, command="preflight --fit")
+def _write(output: Path, file: str, overrides: Sequence[str], changes: Mapping[str, Any]) -> None:
+    yaml_text.write(output, Path(file), changes, overrides=overrides, command="preflight --fit")

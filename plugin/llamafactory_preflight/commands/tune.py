@@ -11,7 +11,6 @@ from llamafactory_preflight import arguments, preflight, presets, report
 from llamafactory_preflight.advice import yaml_text
 from llamafactory_preflight.commands import new_preset
 from llamafactory_preflight.data import sample_lengths
-from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.fitting import fit, tune
 from llamafactory_preflight.result import Result
 
@@ -36,8 +35,6 @@ def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bo
     Raises:
         UserError: A file, an argument or an amount is faulty.
     """
-    if output is not None and not file.endswith((".yaml", ".yml")):
-        raise UserError("-o needs a YAML file to start from")
     result = preflight.check(file, overrides=overrides, **machine)
     if result.verdict.word == "unknown":
         _print(result, as_json)
@@ -57,10 +54,7 @@ def run(file: str, overrides: Sequence[str], *, output: Path | None, as_json: bo
     else:
         print(f"Changed: {' '.join(changed)}\n  the fastest of what fits; as given it does not", file=sys.stderr)
     if output is not None:
-        given = arguments.read(Path(file), overrides)
-        names = [item.partition("=")[0] for item in overrides]
-        chosen = {name: given[name] for name in names if name in given} | dict(found.set)
-        yaml_text.write(output, Path(file), chosen, command="preflight --tune")
+        yaml_text.write(output, Path(file), found.set, overrides=overrides, command="preflight --tune")
     return faster.exit_code
 
 

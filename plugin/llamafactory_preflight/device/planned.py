@@ -93,6 +93,12 @@ def _card(text: str, where: str) -> Device:
     if known is not None:
         total = int(known.gib * GIB)
     elif text.strip().lstrip("+-.")[:1].isdigit():
+        if f"rtx{name}" in CARDS:
+            raise UserError(
+                phrase("{value} has no unit", value=repr(text)),
+                where=where,
+                next_step=phrase("Write {number}GiB, or {name} for the card", number=name, name=f"rtx{name}"),
+            )
         total = parse_memory(text, where=where)
     else:
         raise UserError(

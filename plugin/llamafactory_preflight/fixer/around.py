@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from llamafactory_preflight import handoff
+from llamafactory_preflight.failing import unset_faulty_switches
 
 
 def repairing(step: str, *, after: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -40,15 +41,10 @@ def _repair(step: str, original: Callable[..., Any], args: tuple[Any, ...], kwar
         return results[-1]
 
     try:
-        from llamafactory_preflight.errors import UserError
         from llamafactory_preflight.settings import Settings
 
-        try:
-            is_on = Settings.from_environment().template != "off"
-        except UserError as error:
-            handoff.warn_once(str(error))
-            is_on = False
-        if is_on:
+        unset_faulty_switches()
+        if Settings.from_environment().template != "off":
             from llamafactory_preflight.fixer import points
 
             return getattr(points, step)(once, args, kwargs)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from llamafactory_preflight import whole_file
 from llamafactory_preflight.templates.families import Mode
 
 
@@ -46,10 +47,8 @@ def read(folder: str | Path | None) -> Record | None:
 
 def write(folder: str | Path, record: Record) -> None:
     """Puts the record beside the model's files."""
-    path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"schema": 1, **asdict(record)}, ensure_ascii=False, indent=2)
-    (path / FILE_NAME).write_text(text + "\n", encoding="utf-8")
+    whole_file.write(Path(folder) / FILE_NAME, text + "\n")
 
 
 def majority(num_think: int, num_no_think: int, *, otherwise: Mode) -> Mode:

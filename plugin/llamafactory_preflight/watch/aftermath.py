@@ -26,7 +26,17 @@ def of_killed(output_dir: str) -> list[str]:
     )
     if silent is None:
         return []
-    return [explain.killed(silent, by_kernel=kills.since(silent.get("kills_before", {})), output_dir=output_dir)]
+    return [explain.killed(silent, cause=_cause(silent), output_dir=output_dir)]
+
+
+def _cause(beat: Mapping[str, Any]) -> str:
+    """What ended a process, as far as the kernel's counts tell; they begin anew with the machine."""
+    here, there = heartbeat.machine().partition(" "), str(beat.get("machine", "")).partition(" ")
+    if there != here:
+        return "restart" if there[0] == here[0] and there[2] and here[2] else "unknown"
+    before = beat.get("kills_before", {})
+    where = kills.since(before)
+    return where or ("nowhere" if "machine" in before and "machine" in kills.counted() else "unknown")
 
 
 def of_children(output_dir: str, kills_before: Mapping[str, int]) -> list[str]:

@@ -32,6 +32,14 @@ HOST_REMEDIES = {
     "evaluate": ("per_device_eval_batch_size=1", "dataloader_num_workers=0", "a smaller val_size"),
     "save": ("save_only_model=true", "stage3_gather_16bit_weights_on_model_save: false in the DeepSpeed file"),
 }
+CAUSES = {
+    "cgroup": "The kernel has killed in this container since then because its memory limit was reached.",
+    "machine": "The kernel has killed on this machine since then because main memory ran out.",
+    "nowhere": "The kernel has not killed for want of memory since then, so something else ended it: a `kill`, the "
+    "time limit of a job, or a crash.",
+    "restart": "The machine has been started anew since then.",
+    "unknown": "Main memory that ran out is the usual reason; `dmesg` or the job's log may tell.",
+}
 KILLED_EARLY = (
     "llamafactory-preflight: a process was killed by the kernel because main memory ran out, before it had begun.\n"
     "  What lowers it:\n    fewer processes: NPROC_PER_NODE"
@@ -104,18 +112,16 @@ def on_host(case: Case) -> str:
     return "\n".join(lines)
 
 
-def killed(beat: Mapping[str, object], *, by_kernel: str | None, output_dir: str) -> str:
-    """The text for a process that ended without a word, from what it last wrote."""
+def killed(beat: Mapping[str, object], *, cause: str, output_dir: str) -> str:
+    """The text for a process that ended without a word, from what it last wrote; `cause` is one of `CAUSES`."""
     phase = str(beat.get("phase"))
     step = _at(phase, _int(beat, "step"))
-    why = {
-        "cgroup": "The kernel has killed in this container since then because its memory limit was reached.",
-        "machine": "The kernel has killed on this machine since then because main memory ran out.",
-    }.get(by_kernel or "", "Main memory that ran out is the usual reason; `dmesg` or the job's log may tell.")
+    why = CAUSES[cause]
     head = f"llamafactory-preflight: rank {beat.get('rank')} ended without a word {WORDS.get(phase, '')}{step}. {why}"
     had, left = size(_int(beat, "rss_bytes")), size(_int(beat, "host_available_bytes"))
     seen = f"It last had {had} of main memory, and {left} were left."
-    lines = [*wrapped(head), *wrapped(seen, indent="  "), *_list(HOST_REMEDIES.get(phase, ()))]
+    lines = [*wrapped(head), *wrapped(seen, indent="  ")]
+    lines += [] if cause in ("nowhere", "restart") else _list(HOST_REMEDIES.get(phase, ()))
     lines += wrapped(resume(output_dir, ""), indent="  ")
     return "\n".join(lines)
 

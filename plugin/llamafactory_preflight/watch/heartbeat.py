@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from llamafactory_preflight import whole_file
 from llamafactory_preflight.machine import host
 from llamafactory_preflight.watch import kills
 from llamafactory_preflight.watch.state import State
@@ -134,10 +135,7 @@ def resident_bytes() -> int | None:
 
 def write_json(file: Path, content: Mapping[str, Any]) -> None:
     """Writes so that a reader sees the old file or the new one."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    beside = file.with_name(f"{file.name}.{os.getpid()}")
-    beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(beside, file)
+    whole_file.write(file, json.dumps(content, indent=1) + "\n")
 
 
 def _lives(beat: Mapping[str, Any]) -> bool:

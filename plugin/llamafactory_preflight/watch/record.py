@@ -84,7 +84,8 @@ def _prediction(result: Result, estimate: MemoryEstimate) -> dict[str, Any]:
 def _merged(ranks: list[Mapping[str, Any]]) -> dict[str, Any]:
     """The highest of all processes, as the fullest decides; they share a machine's main memory, so its sum too."""
     names = ("peak_allocated_bytes", "peak_reserved_bytes", "host_peak_bytes", "steps")
-    merged: dict[str, Any] = {name: max((rank[name] or 0 for rank in ranks), default=0) for name in names}
+    seen = {name: [rank[name] for rank in ranks if rank[name] is not None] for name in names}
+    merged: dict[str, Any] = {name: max(values, default=None) for name, values in seen.items()}
     free = [rank["least_free_bytes"] for rank in ranks if rank["least_free_bytes"] is not None]
     return merged | {
         "on_gpu": any(rank["on_gpu"] for rank in ranks),
