@@ -6,7 +6,7 @@ Source: llamafactory/data/parser.py (DatasetAttr), loader.py (_get_merged_datase
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ def data_rows(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
         described = known.get(name)
         if not isinstance(described, dict):
             continue
-        message = _stage(run, described, name, info) or _file(described, name, info)
+        message = _stage(run, described, name, info) or _file(run, described, name, info)
         if message:
             yield Finding(id="data-rows", severity="error" if trains else "warning", message=message)
 
@@ -70,10 +70,17 @@ def _stage(run: RunDescription, described: Mapping[str, Any], name: str, info: P
             name=name,
             stage=run.stage,
         )
+    if run.stage == "kto" and not _columns(described).get("kto_tag"):
+        return phrase(
+            "`{name}` marks no answers as good or bad, which `stage: kto` trains on. Write the column that does, of "
+            "true and false, as `kto_tag` into {file}.",
+            name=name,
+            file=info,
+        )
     return None
 
 
-def _file(described: Mapping[str, Any], name: str, info: Path) -> str | None:
+def _file(run: RunDescription, described: Mapping[str, Any], name: str, info: Path) -> str | None:
     """Whether the file has the columns that are read."""
     file_name = own_file(described)
     table = rows.table(info.parent / file_name) if file_name is not None else None
@@ -92,7 +99,7 @@ def _file(described: Mapping[str, Any], name: str, info: Path) -> str | None:
             name=name,
             columns=shown,
         )
-        return _with_entry(text, described, table, name, info)
+        return _with_entry(text, described, _proposed(table, run.stage), table.columns, name, info)
     items = table.items.get(str(_messages(described)), {})
     if described.get("formatting", "alpaca") == "alpaca" or not items:
         return None
@@ -106,7 +113,7 @@ def _file(described: Mapping[str, Any], name: str, info: Path) -> str | None:
             name=name,
             tags=", ".join(sorted(items)[:MOST_SHOWN]),
         )
-        return _with_entry(text, described, table, name, info)
+        return _with_entry(text, described, _proposed(table, run.stage), table.columns, name, info)
     begin = {tags["user_tag"], tags["observation_tag"]}
     roles = items[str(tags["role_tag"])]
     if len(roles) < rows.MOST_WORDS and not begin & roles:
@@ -128,7 +135,7 @@ def _file(described: Mapping[str, Any], name: str, info: Path) -> str | None:
                 tags=shown,
             )
         )
-        return _with_entry(text, described, table, name, info)
+        return _with_entry(text, described, _proposed(table, run.stage), table.columns, name, info)
     return None
 
 
@@ -160,18 +167,28 @@ def _messages(described: Mapping[str, Any]) -> object:
     return _columns(described).get("messages") if "columns" in described else MESSAGES
 
 
-def _with_entry(text: str, described: Mapping[str, Any], table: rows.Table, name: str, info: Path) -> str:
+def _with_entry(
+    text: str,
+    described: Mapping[str, Any],
+    entry: Mapping[str, Any] | None,
+    columns: Collection[str],
+    name: str,
+    info: Path,
+) -> str:
     """The sentence with an entry for `dataset_info.json` that fits the rows, where one can be told."""
-    entry = _proposed(table)
-    if entry is None or described.get("ranking"):
+    if entry is None:
         return phrase("{text} Write into {file} which of them it is to read.", text=text, file=info)
-    kept = {key: column for key, column in _columns(described).items() if column in table.columns}
-    entry = {"file_name": described["file_name"]} | entry | {"columns": kept | entry["columns"]}
+    kept = {key: column for key, column in _columns(described).items() if column in columns}
+    entry = {"file_name": described["file_name"]} | dict(entry) | {"columns": kept | entry["columns"]}
     written = json.dumps({name: entry}, ensure_ascii=False)[1:-1]
     return phrase("{text} An entry in {file} that fits: {entry}", text=text, file=info, entry=written)
 
 
-def _proposed(table: rows.Table) -> dict[str, Any] | None:
+def _proposed(table: rows.Table, stage: str) -> Mapping[str, Any] | None:
+    if stage in (*PAIRED, "kto"):
+        return None
+    if stage == "pt" and "text" in table.columns:
+        return {"columns": {"prompt": "text"}}
     for column, names in table.items.items():
         if {"role", "content"} <= names.keys():
             return {"formatting": "sharegpt", "columns": {"messages": column}, "tags": CHAT_TAGS}
