@@ -56,6 +56,8 @@ STOPPED: dict[str, tuple[list[str], str]] = {
     "a data set": (["good.yaml", "dataset=rowz", "dataset_dir=mine"], "dataset_info.json has no `rowz`, which"),
     "a list of data": (["good.yaml", "dataset=rowz", "dataset_dir=none"], "none/dataset_info.json does not exist"),
     "a data file": (["good.yaml", "dataset=rows", "dataset_dir=mine"], "mine/rows.json does not exist, where mine"),
+    "a checkpoint": (["good.yaml", "resume_from_checkpoint=gone"], "`resume_from_checkpoint: gone` is no checkpoint"),
+    "no checkpoint": (["good.yaml", "resume_from_checkpoint=true", "output_dir=new"], "and new has none."),
     "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
 }  # fmt: skip
 
@@ -135,3 +137,12 @@ def test_what_llamafactory_accepts_trains(run: Callable[..., Any], folder: Path)
     assert done.returncode == 0, done.stderr[-3000:]
     assert (folder / "o3/adapter_model.safetensors").is_file()
     assert "`badam_switch_interval` is 'often'" in LINE.findall(done.stderr)[0]
+
+
+def test_a_training_goes_on_from_its_last_checkpoint(run: Callable[..., Any], folder: Path) -> None:
+    command = ["llamafactory-cli", "train", "good.yaml", "output_dir=o4", "save_strategy=steps", "save_steps=1"]
+    for changes in (["max_steps=1", "resume_from_checkpoint=false"], ["max_steps=2", "resume_from_checkpoint=true"]):
+        done = run([*command, *changes], cwd=folder, env=ON_CPU)
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert "resume_from_checkpoint" not in " ".join(LINE.findall(done.stderr))
+    assert (folder / "o4/checkpoint-2").is_dir() and json.loads((folder / "o4/preflight.json").read_text())

@@ -135,6 +135,7 @@ class RunDescription:
     use_cpu: bool = False
     # saving
     output_dir: str | None = None
+    resume_from_checkpoint: str | bool | None = None
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None

@@ -76,7 +76,7 @@ WITHOUT_EFFECT = frozenset(
         "profile_modules", "profiler_active_steps", "profiler_output_dir", "profiler_profile_memory",
         "profiler_record_shapes", "profiler_repeat", "profiler_wait_steps", "profiler_warmup_steps",
         "profiler_with_stack", "project", "push_to_hub", "report_to", "restore_callback_states_from_checkpoint",
-        "resume_from_checkpoint", "run_name", "save_on_each_node", "skip_memory_metrics", "swanlab_api_key",
+        "run_name", "save_on_each_node", "skip_memory_metrics", "swanlab_api_key",
         "swanlab_lark_secret", "swanlab_lark_webhook_url", "swanlab_logdir", "swanlab_mode", "swanlab_project",
         "swanlab_run_name", "swanlab_workspace", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
         "use_swanlab",

@@ -24,6 +24,9 @@ PLAIN_KINDS = {"bool": bool, "int": int, "float": float, "str": str, "list": lis
 KIND_WORDS = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text", "list": "a list",
               "dict": "a mapping"}  # fmt: skip
 
+TRUTH_TOO = frozenset({"resume_from_checkpoint"})
+"""Declared as text, and taken as a truth value by what reads them: `Trainer.train` looks for the last checkpoint."""
+
 COMPUTED_WITH = frozenset(
     {"cutoff_len", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "max_steps"}
 )
@@ -58,6 +61,8 @@ class Argument:
                 return None
             choices = ", ".join(map(str, self.choices))
             return phrase("is {value}, which is none of {choices}", value=repr(value), choices=choices)
+        if isinstance(value, bool) and self.name in TRUTH_TOO:
+            return None
         if isinstance(value, bool) and "other" in self.kinds and "bool" not in self.kinds and "str" in self.kinds:
             # YAML reads an unquoted `no` as false, which transformers' enumerations refuse.
             return phrase(

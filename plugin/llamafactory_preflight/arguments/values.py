@@ -33,6 +33,8 @@ def converted(name: str, annotation: str, value: Any) -> Any:
         return json_argument.read(value, "deepspeed", "DeepSpeed")
     if name == "fsdp_config":
         return json_argument.read(value, "fsdp_config", "FSDP")
+    if name == "resume_from_checkpoint" and isinstance(value, bool):
+        return value
     if name == "fsdp" and isinstance(value, bool):
         return "full_shard" if value else None
     if annotation.startswith("tuple"):

@@ -8,8 +8,11 @@ from llamafactory_preflight.result import Finding
 
 
 CERTAIN = frozenset(
-    {"template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "low-rank-optimizer"}
-)
+    {
+        "template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "low-rank-optimizer",
+        "checkpoint-missing",
+    }
+)  # fmt: skip
 
 
 def stops(found: Sequence[Finding]) -> bool:

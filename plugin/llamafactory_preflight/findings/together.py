@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from llamafactory_preflight import verdict
 from llamafactory_preflight.data.images import Images
-from llamafactory_preflight.findings import arguments, disk, hardware, host, names, nvme, packages, vision
+from llamafactory_preflight.findings import arguments, disk, hardware, host, names, nvme, packages, starting, vision
 from llamafactory_preflight.machine.checkpoint_size import Checkpoint
 from llamafactory_preflight.machine.disk import Need
 from llamafactory_preflight.machine.host import MainMemory
@@ -56,7 +56,9 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     has_experts = result.shape is not None and result.shape.moe is not None
     yield from names.template(run)
     if not result.serves:
-        yield from names.data_sets(run, trains=around.trains and not is_enabled(around.environ, "USE_RAY"))
+        here = around.trains and not is_enabled(around.environ, "USE_RAY")
+        yield from names.data_sets(run, trains=here)
+        yield from starting.checkpoint(run, trains=here and not is_enabled(around.environ, "USE_MCA"))
         yield from arguments.low_rank_optimizer(run)
     yield from vision.images(result, around.images)
     yield from disk.disk_space(run, around.writes, around.checkpoint)
