@@ -59,7 +59,8 @@ STOPPED: dict[str, tuple[list[str], str]] = {
     "a data file": (["good.yaml", "dataset=rows", "dataset_dir=mine"], "mine/rows.json does not exist, where mine"),
     "an empty data file": (["good.yaml", "dataset=none", "dataset_dir=mine"], "mine/none.json, which `none` names"),
     "an adapter": (["good.yaml", "adapter_name_or_path=saves/a/lora"], "The adapter saves/a/lora does not exist"),
-    "a checkpoint": (["good.yaml", "resume_from_checkpoint=o/checkpoint-9"], "The checkpoint o/checkpoint-9 does not"),
+    "a checkpoint": (["good.yaml", "resume_from_checkpoint=gone"], "`resume_from_checkpoint: gone` is no checkpoint"),
+    "no checkpoint": (["good.yaml", "resume_from_checkpoint=true", "output_dir=new"], "and new has none."),
     "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
 }  # fmt: skip
 

@@ -21,8 +21,9 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from llamafactory_preflight.advice import contradictions
 from llamafactory_preflight.arguments import schema, template_names
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.findings import arguments, folders, names
-from llamafactory_preflight.run import RunDescription
+from llamafactory_preflight.findings import arguments, names, starting
+from llamafactory_preflight.run import RunDescription, from_arguments
+from llamafactory_preflight.software import Software
 
 
 RUN = RunDescription(model_name_or_path="m", do_train=True, dataset=("rows",))
@@ -117,37 +118,79 @@ def test_data_that_is_elsewhere_is_not_looked_for(tmp_path: Path) -> None:
         assert list(names.data_sets(replace(away, **change), trains=True)) == []
 
 
-# A run with an adapter, then one with a checkpoint: neither folder is there, in a preset that trains otherwise.
-GONE: dict[str, dict[str, Any]] = {
-    "adapter-missing": {"adapter_name_or_path": "saves/no/adapter"},
-    "checkpoint-missing": {"resume_from_checkpoint": "saves/gone"},
-}
-
-
-@pytest.mark.parametrize("gone", GONE)
-def test_no_training_goes_on_from_a_folder_that_is_not_there(
-    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path, gone: str
+def test_no_training_goes_on_from_an_adapter_that_is_not_there(
+    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path
 ) -> None:
-    settings = {"model_name_or_path": tiny_model, "max_steps": 1, "max_samples": 8, "output_dir": "out", **GONE[gone]}
+    settings = {"model_name_or_path": tiny_model, "adapter_name_or_path": "saves/no/adapter", "output_dir": "out"}
     words = [f"{key}={value}" for key, value in settings.items()]
     env = {"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_PREFLIGHT": "warn"}
     done = run(["llamafactory-cli", "train", root / "presets/cpu_smoke.yaml", *words], cwd=tmp_path, env=env)
-    assert done.returncode == 1 and "ValueError: Can't find" in done.stderr, done.stderr[-3000:]
-    assert next(iter(GONE[gone].values())) in done.stderr.partition("error: ")[2].splitlines()[0]
+    assert done.returncode == 1 and "ValueError: Can't find 'adapter_config.json'" in done.stderr, done.stderr[-3000:]
+    assert "error: The adapter saves/no/adapter does not exist" in done.stderr
 
 
-def test_folders_that_may_be_there_are_not_missed(tmp_path: Path) -> None:
-    def ids(**settings: Any) -> list[str]:
-        return [f"{each.id} {each.severity}" for each in folders.folders(replace(RUN, **settings), trains=True)]
+def test_an_adapter_that_may_be_there_is_not_missed(tmp_path: Path) -> None:
+    def found(*names: str, trains: bool = True, method: str = "lora") -> list[str]:
+        run = replace(RUN, adapter_name_or_path=names, finetuning_type=method)
+        return [each.severity for each in starting.adapters(run, trains=trains)]
 
-    assert ids(adapter_name_or_path=("/no/such", str(tmp_path))) == ["adapter-missing error"]
-    assert ids(adapter_name_or_path=(str(tmp_path), "me/lora-of-mine", "mine")) == []
-    assert ids(adapter_name_or_path=("/no/such",), finetuning_type="full") == []  # refused by the parser
-    assert ids(resume_from_checkpoint="/no/such") == ["checkpoint-missing error"]
-    assert ids(resume_from_checkpoint=str(tmp_path)) == []
-    assert ids(resume_from_checkpoint="/no/such", stage="rm", finetuning_type="full") == []
-    away = folders.folders(replace(RUN, resume_from_checkpoint="/no/such"), trains=False)
-    assert [each.severity for each in away] == ["warning"]
+    assert found("/no/such", str(tmp_path)) == ["error"]
+    assert found("/no/such", trains=False) == ["warning"]
+    assert found(str(tmp_path), "me/lora-of-mine", "mine") == []
+    assert found("/no/such", method="full") == []  # refused by the parser
+
+
+# Asks transformers' Trainer, which LLaMA-Factory's inherit from, to go on from a checkpoint, and how it ends.
+RESUMES = """
+import json, sys
+import torch
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+logging.disable_progress_bar()
+logging.set_verbosity_error()
+class Model(torch.nn.Linear):
+    def forward(self, x): return {"loss": super().forward(x).sum()}
+def resume(steps, value=None):
+    given = TrainingArguments(output_dir=sys.argv[1], max_steps=steps, save_steps=1, use_cpu=True, report_to="none")
+    trainer = Trainer(Model(2, 1), given, train_dataset=[{"x": torch.ones(2)}] * 8)
+    trainer.train(resume_from_checkpoint=value)
+outcomes = []
+for number, value in enumerate(json.loads(sys.argv[2])):
+    if number == 1:
+        resume(1)
+    try:
+        resume(2, value)
+        outcomes.append("trained")
+    except (ValueError, OSError) as error:
+        outcomes.append(type(error).__name__)
+print(json.dumps(outcomes))
+"""
+
+
+def test_a_checkpoint_is_missing_where_the_trainer_finds_none(run: Callable[..., Any], tmp_path: Path) -> None:
+    saved, out = tmp_path / "out/checkpoint-1", str(tmp_path / "out")
+    values = [True, False, str(saved), True, out, str(tmp_path / "gone"), None]
+    before = [finding.id for finding in starting.checkpoint(resuming(True, out), trains=True)]
+    done = run(["python", "-c", RESUMES, out, json.dumps(values)], cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode == 0, done.stderr[-3000:]
+    fails = [outcome != "trained" for outcome in json.loads(done.stdout.splitlines()[-1])]
+    assert fails == [True, False, False, False, True, True, False]
+    assert before == ["checkpoint-missing"]
+    found = [list(starting.checkpoint(resuming(value, out), trains=True)) for value in values[1:]]
+    assert [bool(one) for one in found] == fails[1:]
+    assert f"such as {saved.with_name('checkpoint-2')}." in found[3][0].message
+    assert "gone/checkpoint-500." in found[4][0].message
+
+
+def resuming(value: Any, output_dir: str, **changes: Any) -> RunDescription:
+    given = {"model_name_or_path": "m", "do_train": True, "output_dir": output_dir, "resume_from_checkpoint": value}
+    return from_arguments(given | changes, software=Software(torch="2.9.1"), origin="a.yaml")
+
+
+def test_a_checkpoint_that_is_not_read_is_not_looked_for() -> None:
+    for changes in ({"do_train": False}, {"stage": "rm", "finetuning_type": "full"}):
+        assert list(starting.checkpoint(resuming("gone", "out", **changes), trains=True)) == []
+    assert list(starting.checkpoint(resuming("gone", "out"), trains=False)) == []
 
 
 @pytest.mark.parametrize("name", ["use_galore", "use_apollo"])

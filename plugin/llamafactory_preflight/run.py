@@ -30,7 +30,6 @@ class RunDescription:
     # model
     model_name_or_path: str | None = None
     adapter_name_or_path: tuple[str, ...] = ()
-    resume_from_checkpoint: str | None = None
     model_revision: str = "main"
     cache_dir: str | None = None
     resize_vocab: bool = False
@@ -136,6 +135,7 @@ class RunDescription:
     use_cpu: bool = False
     # saving
     output_dir: str | None = None
+    resume_from_checkpoint: str | bool | None = None
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None

@@ -33,10 +33,10 @@ def converted(name: str, annotation: str, value: Any) -> Any:
         return json_argument.read(value, "deepspeed", "DeepSpeed")
     if name == "fsdp_config":
         return json_argument.read(value, "fsdp_config", "FSDP")
+    if name == "resume_from_checkpoint" and isinstance(value, bool):
+        return value
     if name == "fsdp" and isinstance(value, bool):
         return "full_shard" if value else None
-    if name == "resume_from_checkpoint" and isinstance(value, bool):
-        return None  # the Trainer looks for the last one itself
     if annotation.startswith("tuple"):
         items = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
         return tuple(str(item).strip() for item in items if item is not None)

@@ -11,12 +11,12 @@ from llamafactory_preflight.findings import (
     arguments,
     data_rows,
     disk,
-    folders,
     hardware,
     host,
     names,
     nvme,
     packages,
+    starting,
     vision,
 )
 from llamafactory_preflight.machine.checkpoint_size import Checkpoint
@@ -70,7 +70,8 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
         here = around.trains and not is_enabled(around.environ, "USE_RAY")
         yield from names.data_sets(run, trains=here)
         yield from data_rows.data_rows(run, trains=here)
-        yield from folders.folders(run, trains=here)
+        yield from starting.adapters(run, trains=here)
+        yield from starting.checkpoint(run, trains=here)
         yield from arguments.low_rank_optimizer(run)
     yield from vision.images(result, around.images)
     yield from disk.disk_space(run, around.writes, around.checkpoint)
