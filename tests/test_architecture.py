@@ -22,7 +22,7 @@ HEAVY = {"torch", "transformers", "llamafactory", "peft", "accelerate", "dataset
 # Modules and folders in the order in which data flows: each may import only from those that stand before it.
 ORDERS = {
     "": (
-        *("__init__", "handoff", "phrases", "errors", "units", "settings", "failing", "software"),
+        *("__init__", "handoff", "phrases", "errors", "units", "settings", "failing", "software", "whole_file"),
         *("arguments", "parallel", "model", "run", "data", "memory", "simulate"),
         *("templates", "fixer", "presets"),
         *("device", "advice", "machine", "verdict", "result", "findings", "fitting", "preflight", "report"),
