@@ -169,6 +169,15 @@ def main() -> int:
     parser.add_argument("--cpu", action="store_true", help="without a GPU, and so without Liger and bitsandbytes")
     options = parser.parse_args()
     root = Path(__file__).resolve().parents[1]
+    names = arms(root, 1.0, cpu=options.cpu).keys()
+    if unknown := sorted(set(options.arm or ()) - names):
+        parser.error(f"there is no arm {unknown[0]!r}, but {', '.join(names)}")
+    if options.pretrain_steps < 1 or options.samples < 1:
+        parser.error("--pretrain-steps and --samples take 1 or more")
+    import torch
+
+    if not options.cpu and not torch.cuda.is_available():
+        sys.exit("error: there is no CUDA GPU here that torch can use; --cpu does without")
     device = "cpu" if options.cpu else "cuda"
     folder = Path(tempfile.mkdtemp(prefix="compare_loss."))
     last = build(folder / "model", steps=options.pretrain_steps, device=device)

@@ -97,6 +97,19 @@ def test_what_cannot_run_or_be_kept_ends_before_anything_runs(
     assert said in str(ended.value)
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "error: there is no CUDA GPU here that torch can use; --cpu does without"),
+        (["--cpu", "--arm", "prest"], "there is no arm 'prest', but example, recipe, preset, example, full"),
+        (["--cpu", "--samples", "0"], "--pretrain-steps and --samples take 1 or more"),
+    ],
+)
+def test_a_comparison_of_losses_that_cannot_begin_says_so(run: Any, words: list[str], said: str) -> None:
+    done = run(["python", ROOT / "scripts/compare_loss.py", *words], env={"CUDA_VISIBLE_DEVICES": ""})
+    assert done.returncode in (1, 2) and said in done.stderr and "Traceback" not in done.stderr
+
+
 def test_speed_leaves_the_first_step_out() -> None:
     given = {"cutoff_len": 100, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "stage": "dpo"}
     run = Run(name="a", arguments=given, cap_gib=11.0, num_gpus=2, row={"predicted_gib": 9.0})
