@@ -38,6 +38,13 @@ LEFT_OUT = {
     "use_swanlab", "ref_model", "ref_model_adapters", "reward_model", "reward_model_adapters", "adapter_folder",
 }  # fmt: skip
 OTHERS = ("swanlab_", "wandb_", "trackio_", "hub_", "push_to_hub", "ray_", "export_", "default_system", "project")
+SHARED_TEXTS = {
+    "stage", "finetuning_type", "optim", "lr_scheduler_type", "flash_attn", "quantization_method", "quantization_type",
+    "rope_scaling", "pref_loss", "lora_target", "additional_target", "oft_target", "galore_target", "apollo_target",
+    "freeze_trainable_modules", "freeze_extra_modules", "mixture_of_depths", "fp8_backend", "badam_mode",
+    "badam_mask_mode", "badam_switch_mode", "torch_compile_backend", "torch_compile_mode",
+}  # fmt: skip
+"""Arguments whose text bears on memory; any other text may be a name."""
 UNSET = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "bf16": False}
 """The Trainer's defaults, where `measure_runs` has others."""
 SHAPE = (
@@ -84,10 +91,15 @@ def measured(case: dict[str, Any], config: dict[str, Any], env: dict[str, str]) 
 
 def row_to_share(case: dict[str, Any], config: dict[str, Any], row: dict[str, Any], **more: Any) -> dict[str, Any]:
     """What can be published: shapes and figures, no paths and no names."""
+
+    def is_public(name: str, value: Any) -> bool:
+        text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
+        return isinstance(value, int | float) or (name in SHARED_TEXTS and not re.search(r"[/\\\s]", text))
+
     figures = ("ok", "loaded_allocated_gib", "peak_allocated_gib", "peak_reserved_gib", "trainable_params")
     return {
         "shape": {name: config[name] for name in SHAPE if name in config},
-        "args": {name: value for name, value in case["args"].items() if not re.search(r"[/\\\s]", str(value))},
+        "args": {name: value for name, value in case["args"].items() if is_public(name, value)},
         **{name: row[name] for name in figures if name in row},
         **more,
     }

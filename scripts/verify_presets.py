@@ -14,6 +14,7 @@ predicted.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import shutil
@@ -162,7 +163,29 @@ def line(row: dict[str, Any]) -> str:
 
 def earlier(out: Path) -> dict[str, dict[str, Any]]:
     """Rows of earlier calls by preset; the last one of each counts."""
-    return {row["name"]: row for row in command_line.rows_to_add_to(out, "name", "ok")}
+    if not out.exists():
+        return {}
+    rows: dict[str, dict[str, Any]] = {}
+    lines = command_line.read_text(out).splitlines()
+    for text in lines:
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # half a line: it was stopped while it wrote
+            row = json.loads(text)
+            rows[row["name"]] = row
+    if lines and not rows:
+        command_line.fail(f"{out} holds no rows of results")
+    return rows
+
+
+def begin_line(out: Path) -> None:
+    """Makes the file of results ready for the next one, also where the last was cut off.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    with out.open("a+b") as file:
+        file.seek(0)
+        if (text := file.read()) and not text.endswith(b"\n"):
+            file.write(b"\n")
 
 
 def verify(chosen: list[Preset], options: argparse.Namespace, card: dict[str, Any]) -> int:
@@ -174,7 +197,7 @@ def verify(chosen: list[Preset], options: argparse.Namespace, card: dict[str, An
     for preset in chosen:
         run = run_of(preset, options, card)
         before = known.get(preset.name, {})
-        if before.get("digest") == digest(run) and before["ok"]:
+        if before.get("digest") == digest(run) and before.get("ok"):
             rows[preset.name] = completed(run, before, card)
         else:
             todo.append(run)
@@ -295,6 +318,12 @@ def main() -> int:
     if too_large:
         print(f"left out, as this card is smaller than theirs: {', '.join(too_large)}", file=sys.stderr)
     chosen = [preset for preset in chosen if preset.name not in too_large]
+    if not chosen:
+        sys.exit("error: none of these presets can run here")
+    try:
+        begin_line(options.out)  # before hours of running, not after
+    except OSError as error:
+        sys.exit(f"error: {options.out} cannot be written: {error.strerror}")
     code = (resume if options.resume else verify)(chosen, options, card)
     print(f"{time.time() - started:.0f} s", file=sys.stderr)
     return code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,13 @@ from typing import Any
 import pytest
 
 from llamafactory_preflight import report
-from llamafactory_preflight.findings.disk import disk_after_data, disk_space
+from llamafactory_preflight.findings.disk import disk_after_data, disk_space, output_folder
 from llamafactory_preflight.machine import checkpoint_size, disk, host
 from llamafactory_preflight.machine.checkpoint_size import Checkpoint
 from llamafactory_preflight.machine.disk import Need
 from llamafactory_preflight.model.hub import ModelSource
 from llamafactory_preflight.model.shape import ModelShape
-from llamafactory_preflight.result import Result
+from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
 from llamafactory_preflight.software import Software
 from llamafactory_preflight.units import GIB, MIB
@@ -153,6 +154,24 @@ def test_what_fits_alone_may_not_fit_together(tmp_path: Path, monkeypatch: pytes
     )
     monkeypatch.setattr(host, "file_system", str)  # each on its own
     assert list(disk_space(RunDescription(save_total_limit=1), both)) == []
+
+
+def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(folder: str) -> list[Finding]:
+        return list(output_folder(RunDescription(do_train=True, output_dir=folder)))
+
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("there").mkdir()
+    Path("link").symlink_to("nowhere")
+    assert [found(folder) for folder in ("there", "there/new", "new/deeper", "link", str(tmp_path))] == [[]] * 5
+    for folder in ("file", "file/below"):
+        (finding,) = found(folder)
+        assert (finding.id, finding.severity) == ("output-dir", "error")
+        assert report.message(finding) == f"`output_dir: {folder}` cannot be made: {tmp_path / 'file'} is a file."
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
+    (finding,) = found("there/new")
+    assert f"cannot be written: you have no permission for {tmp_path / 'there'}." in report.message(finding)
 
 
 def test_weights_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,6 +173,11 @@ def test_figures_of_the_preset_do_not_stand_above_what_was_changed(
     assert (folder / "same.yaml").read_text() == preset.read_text()
 
 
+def test_the_command_in_a_changed_preset_can_be_pasted() -> None:
+    text = yaml_text.renamed("# A\n# Measured: 1\n\na: 1\n", source="a.yaml", output="my own/b.yaml", command="x")
+    assert "# Run: llamafactory-cli train 'my own/b.yaml'\n" in text
+
+
 def test_where_nothing_allowed_fits_it_says_so_and_exits_with_1(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

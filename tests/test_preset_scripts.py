@@ -65,6 +65,38 @@ def test_a_run_counts_as_done_until_something_changes(tmp_path: Path) -> None:
     assert verify_presets.earlier(tmp_path / "rows.jsonl") == {"a": rows[2], "b": rows[1]}
 
 
+def test_results_that_were_cut_off_are_passed_over(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    out.write_text('{"name": "a", "ok": true}\n[]\n{"ok": true}\n{"name": "b", "o')
+    assert verify_presets.earlier(out) == {"a": {"name": "a", "ok": True}}
+    verify_presets.begin_line(out)
+    verify_presets.begin_line(out)
+    with out.open("a") as file:
+        file.write('{"name": "b", "ok": true}\n')
+    assert verify_presets.earlier(out).keys() == {"a", "b"} and "\n\n" not in out.read_text()
+    verify_presets.begin_line(tmp_path / "new.jsonl")
+    assert (tmp_path / "new.jsonl").read_bytes() == b""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["cpu_smoke"], "error: none of these presets can run here"),
+        (["80gb_lora", "2x24gb_lora"], "error: none of these presets can run here"),
+        (["12gb_lora", "--out", "no/such/rows.jsonl"], "rows.jsonl cannot be written: No such file or directory"),
+    ],
+)
+def test_what_cannot_run_or_be_kept_ends_before_anything_runs(
+    monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    monkeypatch.setattr(preset_runs, "card", lambda: CARD | {"count": 1, "total": 24 * 2**30})
+    monkeypatch.setattr(preset_runs, "prepare", lambda **_: None)
+    monkeypatch.setattr(sys, "argv", ["verify_presets.py", *words])
+    with pytest.raises(SystemExit) as ended:
+        verify_presets.main()
+    assert said in str(ended.value)
+
+
 def test_speed_leaves_the_first_step_out() -> None:
     given = {"cutoff_len": 100, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "stage": "dpo"}
     run = Run(name="a", arguments=given, cap_gib=11.0, num_gpus=2, row={"predicted_gib": 9.0})

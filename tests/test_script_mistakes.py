@@ -38,6 +38,8 @@ MISTAKES: list[tuple[str, str]] = [
     ("bench_watch.py cutoff_len", "as KEY=VALUE, not cutoff_len"),
     ("bench_watch.py cutoff_len=[", "a value is not YAML"),
     ("compare_loss.py --cpu --arm nope", "there is no arm 'nope' here"),
+    ("compare_loss.py", "there is no CUDA GPU here that torch can use"),
+    ("compare_loss.py --cpu --samples 0", "'0' is not a whole number of 1 or more"),
     ("compare_oracle.py --only 310", "--only takes 0 to 309"),
     ("compare_speed.py --jobs 0 24gb_lora", "'0' is not a whole number of 1 or more"),
     ("compare_speed.py nope", "nope"),

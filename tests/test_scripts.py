@@ -157,7 +157,12 @@ def test_a_row_to_share_holds_no_path_and_no_name() -> None:
     row = {"ok": True, "peak_allocated_gib": 1.5, "args": {"output_dir": "/tmp/x"}, "error": "/home/me"}
     shared = measure_peak.row_to_share(case, config, row, card="A100", predicted_gib=1.5)
     odd = {"args": case["args"] | {"additional_target": "/home/me/x", "rope_scaling": "my words"}}
+    odd["args"] |= {"add_special_tokens": "<bob>", "offload_folder": "bob", "accelerator_config": {"a": "bob"}}
+    odd["args"] |= {"label_names": ["bob"], "vllm_config": "bob.json", "length_column_name": "bob"}
     assert measure_peak.row_to_share(odd, config, row)["args"] == case["args"]
+    for target in (["q_proj", "v_proj"], "q_proj,v_proj"):
+        kept = measure_peak.row_to_share({"args": {"lora_target": target}}, config, row)["args"]
+        assert kept == {"lora_target": target}
     assert case["args"] == measure_peak.UNSET | {"lora_rank": 4, "stage": "sft", "cutoff_len": 128, "max_steps": 3}
     assert measure_peak.case_of({"bf16": True}, 3)["args"]["bf16"]
     assert shared == {

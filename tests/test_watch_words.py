@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -271,6 +272,14 @@ def test_a_rank_that_finished_does_not_speak_for_one_that_was_killed(tmp_path: P
     write_beat(tmp_path, 1, ended={"outcome": "finished", "measured": {}})
     (text,) = aftermath.of_killed(str(tmp_path))
     assert "rank 0 ended without a word while saving" in " ".join(text.split())
+
+
+def test_a_checkpoint_in_a_folder_with_blanks_is_an_argument_to_paste(tmp_path: Path) -> None:
+    last = tmp_path / "my run" / "checkpoint-2"
+    last.mkdir(parents=True)
+    (last / "trainer_state.json").write_text("{}")
+    said = explain.resume(str(last.parent), "lora_rank=4")
+    assert shlex.split(said.partition("add: ")[2]) == [f"resume_from_checkpoint={last}", "lora_rank=4"]
 
 
 def test_what_the_kernel_has_counted_says_why_a_process_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

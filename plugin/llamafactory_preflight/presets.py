@@ -109,11 +109,17 @@ def copy(name: str, target: Path, *, force: bool) -> list[Path]:
     """
     preset = find(name)
     pack = _folder().parent
-    contents = {target / preset.file.name: preset.file.read_bytes()}
+    contents = {target / preset.file.name: _as_copied(preset)}
     deepspeed = preset.arguments.get("deepspeed")
     if isinstance(deepspeed, str):
         contents[target / deepspeed] = (pack / deepspeed).read_bytes()
     return put(contents | _data(preset, target), target, force=force)
+
+
+def _as_copied(preset: Preset) -> bytes:
+    """A preset whose header has the command for the folder that it lies in, and not for this repository."""
+    name = preset.file.name
+    return preset.file.read_bytes().replace(b" train presets/" + name.encode(), b" train " + name.encode())
 
 
 def missing_data(name: str, target: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -85,7 +86,7 @@ def renamed(text: str, *, source: str, output: str, command: str) -> str:
         return text
     made = [
         f"# {source}, changed by {command}. What was measured or predicted of it does not hold here.",
-        f"# Run: llamafactory-cli train {output}",
+        f"# Run: llamafactory-cli train {shlex.quote(output)}",
     ]
     return "\n".join([*made, *(line for line in lines if not _HOLDS_NO_MORE.match(line))]) + blank + rest
 

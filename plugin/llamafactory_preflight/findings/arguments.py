@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import PurePath
 
@@ -41,7 +42,7 @@ def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[
                 "FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
                 num=meant[1],
                 here=max(1, num_gpus),
-                origin=origin,
+                origin=shlex.quote(origin),
             ),
         )
     elif run.deepspeed is not None and num_gpus <= 1 and not forced and not inside_torchrun:
@@ -51,7 +52,7 @@ def launch(run: RunDescription, *, origin: str, num_gpus: int, environ: Mapping[
             message=phrase(
                 "LLaMA-Factory runs DeepSpeed on one GPU only under torchrun. "
                 "Start it so: FORCE_TORCHRUN=1 llamafactory-cli train {origin}",
-                origin=origin,
+                origin=shlex.quote(origin),
             ),
         )
 

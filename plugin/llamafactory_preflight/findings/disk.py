@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 
 from llamafactory_preflight.machine import checkpoint_size, host
 from llamafactory_preflight.machine.checkpoint_size import Checkpoint, num_saved
 from llamafactory_preflight.machine.disk import Need, checkpoints, shortages
+from llamafactory_preflight.model import hub
 from llamafactory_preflight.phrases import joined, phrase
 from llamafactory_preflight.result import Finding, Result
 from llamafactory_preflight.run import RunDescription
@@ -46,6 +48,27 @@ def disk_space(run: RunDescription, needs: Sequence[Need], checkpoint: Checkpoin
         )
     if not found:
         yield from _unlimited(run, needs, checkpoint)
+
+
+def output_folder(run: RunDescription) -> Iterator[Finding]:
+    """An `output_dir` that cannot be made or written: the Trainer finds out once the weights are loaded."""
+    if not (run.do_train and run.output_dir):
+        return
+    folder = hub.expanded(run.output_dir).absolute()
+    there = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
+    if there.exists() and not there.is_dir():
+        message = phrase(
+            "`output_dir: {folder}` cannot be made: {place} is a file.", folder=run.output_dir, place=there
+        )
+    elif there.exists() and not os.access(there, os.W_OK | os.X_OK):
+        message = phrase(
+            "`output_dir: {folder}` cannot be written: you have no permission for {place}.",
+            folder=run.output_dir,
+            place=there,
+        )
+    else:
+        return
+    yield Finding(id="output-dir", severity="error", message=message)
 
 
 def disk_after_data(result: Result, *, num_samples: int) -> Iterator[Finding]:

@@ -66,14 +66,16 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
     run, software, estimate, device = result.run, result.software, result.estimate, result.device
     has_experts = result.shape is not None and result.shape.moe is not None
     yield from names.template(run)
+    starts_here = around.trains and not is_enabled(around.environ, "USE_RAY")
     if not result.serves:
-        here = around.trains and not is_enabled(around.environ, "USE_RAY")
-        yield from names.data_sets(run, trains=here)
-        yield from data_rows.data_rows(run, trains=here)
-        yield from starting.adapters(run, trains=here)
-        yield from starting.checkpoint(run, trains=here)
+        yield from names.data_sets(run, trains=starts_here)
+        yield from data_rows.data_rows(run, trains=starts_here)
+        yield from starting.adapters(run, trains=starts_here)
+        yield from starting.checkpoint(run, trains=starts_here)
         yield from arguments.low_rank_optimizer(run)
     yield from vision.images(result, around.images)
+    if starts_here:
+        yield from disk.output_folder(run)
     yield from disk.disk_space(run, around.writes, around.checkpoint)
     yield from host.host_memory(estimate, result.host_budget_bytes, around.here)
     yield from host.locked_memory(around.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,7 +134,7 @@ def resume(output_dir: str | None, change: str) -> str:
     if not output_dir or not found:
         return "No checkpoint was completed yet: the run begins anew."
     last = max(found, key=lambda folder: int(folder.name[11:]))
-    added = f"resume_from_checkpoint={last} {change}".strip()
+    added = f"{shlex.quote(f'resume_from_checkpoint={last}')} {change}".strip()
     return f"The last checkpoint is {last.name}. To go on from it add: {added}"
 
 
