@@ -152,8 +152,8 @@ def test_a_file_that_does_not_exist_is_one_line(run: Any, tmp_path: Path) -> Non
 def test_a_switch_that_does_not_exist_is_said_once(run: Any, tmp_path: Path) -> None:
     env = {"LLAMAFACTORY_PREFLIGHT": "of"}
     done = run(["llamafactory-cli", "train", "missing.yaml"], cwd=tmp_path, env=env)
-    (line,) = LINE.findall(done.stderr)
-    assert "LLAMAFACTORY_PREFLIGHT=of" in line
+    switch, missing = LINE.findall(done.stderr)
+    assert "LLAMAFACTORY_PREFLIGHT=of" in switch and "missing.yaml does not exist" in missing
 
 
 def test_the_second_generation_is_said_to_be_unknown(run: Any, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from llamafactory_preflight import arguments, device, findings, handoff, preflight, report
 from llamafactory_preflight.data.images import Counted
 from llamafactory_preflight.data.lengths import Longest
+from llamafactory_preflight.errors import UserError
 from llamafactory_preflight.fitting import fit, judgement
 from llamafactory_preflight.machine import allocator, host, survey
 from llamafactory_preflight.result import Result
@@ -112,7 +113,7 @@ def looked_at(
         given,
         origin=str(file or "the arguments"),
         beside=file.resolve().parent if file else None,
-        devices=survey.taking_part(device.planned(gpu=settings.gpu, where=GPU_VARIABLE)),
+        devices=survey.taking_part(_planned(settings)),
         host_budget_bytes=host.available_bytes(),
         here=host.main_memory(),
         length=length,
@@ -121,6 +122,15 @@ def looked_at(
         num_samples=num_samples,
         overridden=arguments.overridden(command[1:]) if file else frozenset(),
     )
+
+
+def _planned(settings: Settings) -> device.Device | None:
+    """The card that the variable names; a faulty one does not leave the run unchecked."""
+    try:
+        return device.planned(gpu=settings.gpu, where=GPU_VARIABLE)
+    except UserError as error:
+        handoff.warn_once(f"{error} For now it counts as not set.")
+        return None
 
 
 def _fits_when_short(result: Result) -> bool:
