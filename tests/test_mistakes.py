@@ -61,6 +61,7 @@ STOPPED: dict[str, tuple[list[str], str]] = {
     "an adapter": (["good.yaml", "adapter_name_or_path=saves/a/lora"], "The adapter saves/a/lora does not exist"),
     "a checkpoint": (["good.yaml", "resume_from_checkpoint=gone"], "`resume_from_checkpoint: gone` is no checkpoint"),
     "no checkpoint": (["good.yaml", "resume_from_checkpoint=true", "output_dir=new"], "and new has none."),
+    "an output folder": (["good.yaml", "output_dir=not.yaml/o"], "`output_dir: not.yaml/o` cannot be made"),
     "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
 }  # fmt: skip
 

@@ -10,7 +10,7 @@ from llamafactory_preflight.result import Finding
 CERTAIN = frozenset(
     {
         "template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "data-rows",
-        "adapter-missing", "checkpoint-missing", "low-rank-optimizer",
+        "adapter-missing", "checkpoint-missing", "output-dir", "low-rank-optimizer",
     }
 )  # fmt: skip
 

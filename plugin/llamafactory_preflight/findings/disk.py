@@ -60,15 +60,14 @@ def output_folder(run: RunDescription) -> Iterator[Finding]:
         message = phrase(
             "`output_dir: {folder}` cannot be made: {place} is a file.", folder=run.output_dir, place=there
         )
+        yield Finding(id="output-dir", severity="error", message=message)
     elif there.exists() and not os.access(there, os.W_OK | os.X_OK):
         message = phrase(
             "`output_dir: {folder}` cannot be written: you have no permission for {place}.",
             folder=run.output_dir,
             place=there,
         )
-    else:
-        return
-    yield Finding(id="output-dir", severity="error", message=message)
+        yield Finding(id="output-dir-permission", severity="error", message=message)
 
 
 def disk_after_data(result: Result, *, num_samples: int) -> Iterator[Finding]:
