@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import json
+import os
 import resource
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -247,6 +248,34 @@ def without_rows(place: Place) -> None:
     place.given["dataset"] = "rows"
 
 
+def with_empty_folder(place: Place) -> None:
+    without_rows(place)
+    (place.folder / "rows.json").mkdir()
+
+
+def resumes(place: Place) -> None:
+    place.given = {"resume_from_checkpoint": str(place.folder / "nowhere")}
+
+
+def goes_on_from(place: Place) -> None:
+    place.given = {"adapter_name_or_path": str(place.folder / "nowhere")}
+
+
+def no_rows(place: Place) -> None:
+    without_rows(place)
+    (place.folder / "rows.json").write_text("[]")
+
+
+def below_a_file(place: Place) -> None:
+    (place.folder / "file").write_text("")
+    place.given = {"output_dir": str(place.folder / "file/out")}
+
+
+def without_permission(place: Place) -> None:
+    place.given = {"output_dir": str(place.folder)}
+    place.patch.setattr(os, "access", lambda path, mode: False)
+
+
 def without_list(place: Place) -> None:
     place.given = {"dataset": "rows", "dataset_dir": str(place.folder / "nowhere")}
 
@@ -297,6 +326,17 @@ PROVOKED: Mapping[str, Callable[[Place], None]] = {
     "data-set-unknown": unlisted,
     "data-list-missing": without_list,
     "data-file-missing": without_rows,
+    "data-folder-empty": with_empty_folder,
+    "data-rows": no_rows,
+    "output-dir": below_a_file,
+    "output-dir-permission": without_permission,
+    "checkpoint-missing": resumes,
+    "adapter-missing": goes_on_from,
+    "no-samples": asks(dataset="rows", dataset_dir="ONLINE", max_samples=0),
+    "quantization-bits": asks(quantization_bit=5),
+    "dropout-range": asks(lora_dropout=7),
+    "lora-target-unknown": asks(lora_target="q_prj"),
+    "logger-unknown": asks(report_to="wandbb"),
     "preset-for-more-gpus": asks("2x24gb_lora.yaml"),
     "many-workers": asks(preprocessing_num_workers=4096),
     "gpu-in-use": other_process,

@@ -58,10 +58,15 @@ STOPPED: dict[str, tuple[list[str], str]] = {
     "a list of data": (["good.yaml", "dataset=rowz", "dataset_dir=none"], "none/dataset_info.json does not exist"),
     "a data file": (["good.yaml", "dataset=rows", "dataset_dir=mine"], "mine/rows.json does not exist, where mine"),
     "an empty data file": (["good.yaml", "dataset=none", "dataset_dir=mine"], "mine/none.json, which `none` names"),
-    "an adapter": (["good.yaml", "adapter_name_or_path=saves/a/lora"], "The adapter saves/a/lora does not exist"),
+    "an adapter": (["good.yaml", "adapter_name_or_path=saves/a/lora"], "saves/a/lora/adapter_config.json does not"),
     "a checkpoint": (["good.yaml", "resume_from_checkpoint=gone"], "`resume_from_checkpoint: gone` is no checkpoint"),
     "no checkpoint": (["good.yaml", "resume_from_checkpoint=true", "output_dir=new"], "and new has none."),
     "an output folder": (["good.yaml", "output_dir=not.yaml/o"], "`output_dir: not.yaml/o` cannot be made"),
+    "no samples": (["good.yaml", "max_samples=0"], "`max_samples: 0` leaves no data. Leave it out to take all of it."),
+    "a dropout": (["good.yaml", "lora_dropout=7"], "`lora_dropout: 7.0` is a share, from 0 to 1."),
+    "a target": (["good.yaml", "lora_target=nope"], "It has down_proj, gate_proj,"),
+    "a logger": (["good.yaml", "report_to=zzz"], "`report_to: zzz` is no logger that transformers knows."),
+    "bits": (["good.yaml", "quantization_bit=5"], "is none that `quantization_method: bnb` knows. It knows 4, 8."),
     "GaLore": (["good.yaml", "finetuning_type=full", "use_galore=true"], "set optim=adamw_torch."),
 }  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.data_loader import BatchSamplerShard
 from llamafactory.data.parser import get_dataset_list
 from llamafactory.data.template import TEMPLATES
@@ -18,10 +19,13 @@ from llamafactory.hparams.finetuning_args import FinetuningArguments
 from llamafactory.train import trainer_utils
 from torch.utils.data import BatchSampler, SequentialSampler
 
+from llamafactory_preflight import findings, preflight
 from llamafactory_preflight.advice import contradictions
 from llamafactory_preflight.arguments import schema, template_names
 from llamafactory_preflight.errors import UserError
-from llamafactory_preflight.findings import arguments, names, starting
+from llamafactory_preflight.findings import arguments, names, starting, values
+from llamafactory_preflight.model import known_models
+from llamafactory_preflight.model.shape import ModelShape
 from llamafactory_preflight.run import RunDescription, from_arguments
 from llamafactory_preflight.software import Software
 
@@ -60,6 +64,102 @@ def test_no_training_gets_past_text_where_every_run_computes(
     outcomes = json.loads(done.stdout.splitlines()[-1])
     assert outcomes.pop("") == "trained"
     assert outcomes.keys() == schema.COMPUTED_WITH and set(outcomes.values()) <= {"TypeError", "ValueError"}, outcomes
+
+
+# Values that LLaMA-Factory's parser takes, and whether a training gets past them.
+VALUES: list[tuple[dict[str, Any], bool]] = [
+    ({}, True),
+    ({"max_samples": 0}, False),
+    ({"max_samples": -3}, False),
+    ({"quantization_bit": 5}, False),
+    ({"lora_dropout": 7}, False),
+    ({"lora_dropout": 1.5}, False),
+    ({"lora_dropout": 1}, True),
+    ({"lora_dropout": -1}, True),
+    ({"lora_target": "nope"}, False),
+    ({"lora_target": "q_prj,v_prj"}, False),
+    ({"lora_target": "nope,q_proj"}, True),
+    ({"lora_target": "lm_head"}, True),
+    ({"report_to": "zzz"}, False),
+    ({"report_to": ["none"]}, True),
+    ({"adapter_name_or_path": "/missing"}, False),
+    ({"adapter_name_or_path": "./out/a/b"}, False),
+    ({"stage": "dpo"}, False),
+    ({"dataset": "ranked", "dataset_dir": "{here}"}, False),
+    ({"dataset": "nothing", "dataset_dir": "{here}"}, False),
+    ({"dataset": "folder", "dataset_dir": "{here}"}, True),
+]
+EACH = """
+import json, sys
+from omegaconf import OmegaConf
+from llamafactory.train.tuner import run_exp
+given, changes = json.loads(sys.argv[1]), json.loads(sys.argv[2])
+sys.argv = sys.argv[:1]
+outcomes = []
+for change in changes:
+    try:
+        run_exp(given | change)
+        outcomes.append(True)
+    except Exception as error:
+        print(repr(error), file=sys.stderr)
+        outcomes.append(False)
+print(json.dumps(outcomes))
+"""
+
+
+def test_a_value_is_refused_where_no_training_gets_past_it(
+    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path
+) -> None:
+    rows = [{"instruction": "a", "input": "", "output": "b"}] * 4
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "rows/rows.json").write_text(json.dumps(rows))
+    listed = {"ranked": {"file_name": "rows", "ranking": True}, "folder": {"file_name": "rows"}}
+    (tmp_path / "dataset_info.json").write_text(json.dumps(listed | {"nothing": {"file_name": "nothing"}}))
+    given = yaml.safe_load((root / "presets/cpu_smoke.yaml").read_text(encoding="utf-8")) | {
+        "model_name_or_path": str(tiny_model), "dataset_dir": str(root / "presets/data"), "max_samples": 4,
+        "max_steps": 1, "output_dir": str(tmp_path / "out"), "plot_loss": False, "use_cpu": True,
+    }  # fmt: skip
+    changes = [json.loads(json.dumps(change).replace("{here}", str(tmp_path))) for change, _ in VALUES]
+    command = ["python", "-c", EACH, json.dumps(given), json.dumps(changes)]
+    done = run(command, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_PREFLIGHT": "off"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.splitlines()[-1]) == [trains for _, trains in VALUES]
+    for change, (_, trains) in zip(changes, VALUES, strict=True):
+        result = preflight.examine(
+            given | change, origin="a.yaml", beside=None, devices=(), host_budget_bytes=None, proposes=False
+        )
+        assert findings.stops(result.findings) is not trains, (change, result.findings)
+
+
+def test_loggers_are_those_of_transformers_whether_it_is_loaded_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.integrations import integration_utils
+
+    written = values._written_reporters()
+    assert written == tuple(integration_utils.INTEGRATION_TO_CALLBACK)
+    mine = replace(RUN, report_to=("mine",))
+    assert [finding.id for finding in values.reports(mine)] == ["logger-unknown"]
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "mine", object)
+    assert list(values.reports(mine)) == []
+
+
+def test_what_other_code_loads_is_not_judged(tmp_path: Path) -> None:
+    shape = ModelShape.from_config(known_models.config("Qwen/Qwen3-0.6B") or {})
+    wrong = replace(RUN, lora_dropout=7, lora_target=("nope",), adapter_name_or_path=("a/b",))
+    for change in ({"use_unsloth": True}, {"use_kt": True}, {}, {"finetuning_type": "full"}, {"do_train": False}):
+        assert list(values.adapter(replace(wrong, **change), shape)) == []
+        assert list(starting.adapters(replace(wrong, **change), trains=True)) == []
+    gone = replace(RUN, adapter_name_or_path=(str(tmp_path),), adapter_folder="inner")
+    assert len(list(starting.adapters(gone, trains=True))) == 1 and not list(starting.adapters(gone, trains=False))
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner/adapter_config.json").write_text("{}")
+    assert list(starting.adapters(gone, trains=True)) == []
+    quantized = replace(shape, quantization_method="gptq")
+    five = replace(RUN, quantization_bit=5)
+    assert list(values.quantization(five, quantized)) == list(values.quantization(five, None)) == []
+    assert list(values.quantization(replace(five, quantization_method="hqq"), shape)) == []
+    (tmp_path / "tokenized").mkdir()
+    assert list(values.samples(replace(RUN, max_samples=0, tokenized_path=str(tmp_path / "tokenized")))) == []
 
 
 def test_every_template_of_llamafactory_is_known() -> None:
@@ -116,28 +216,6 @@ def test_data_that_is_elsewhere_is_not_looked_for(tmp_path: Path) -> None:
     assert [finding.severity for finding in names.data_sets(away, trains=False)] == ["warning"]
     for change in ({"dataset_dir": "ONLINE"}, {"dataset_dir": "REMOTE:a/b"}, {"tokenized_path": str(tmp_path)}):
         assert list(names.data_sets(replace(away, **change), trains=True)) == []
-
-
-def test_no_training_goes_on_from_an_adapter_that_is_not_there(
-    run: Callable[..., Any], root: Path, tmp_path: Path, tiny_model: Path
-) -> None:
-    settings = {"model_name_or_path": tiny_model, "adapter_name_or_path": "saves/no/adapter", "output_dir": "out"}
-    words = [f"{key}={value}" for key, value in settings.items()]
-    env = {"CUDA_VISIBLE_DEVICES": "", "LLAMAFACTORY_PREFLIGHT": "warn"}
-    done = run(["llamafactory-cli", "train", root / "presets/cpu_smoke.yaml", *words], cwd=tmp_path, env=env)
-    assert done.returncode == 1 and "ValueError: Can't find 'adapter_config.json'" in done.stderr, done.stderr[-3000:]
-    assert "error: The adapter saves/no/adapter does not exist" in done.stderr
-
-
-def test_an_adapter_that_may_be_there_is_not_missed(tmp_path: Path) -> None:
-    def found(*names: str, trains: bool = True, method: str = "lora") -> list[str]:
-        run = replace(RUN, adapter_name_or_path=names, finetuning_type=method)
-        return [each.severity for each in starting.adapters(run, trains=trains)]
-
-    assert found("/no/such", str(tmp_path)) == ["error"]
-    assert found("/no/such", trains=False) == ["warning"]
-    assert found(str(tmp_path), "me/lora-of-mine", "mine") == []
-    assert found("/no/such", method="full") == []  # refused by the parser
 
 
 # Asks transformers' Trainer, which LLaMA-Factory's inherit from, to go on from a checkpoint, and how it ends.

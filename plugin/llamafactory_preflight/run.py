@@ -30,6 +30,7 @@ class RunDescription:
     # model
     model_name_or_path: str | None = None
     adapter_name_or_path: tuple[str, ...] = ()
+    adapter_folder: str | None = None
     model_revision: str = "main"
     cache_dir: str | None = None
     resize_vocab: bool = False
@@ -62,6 +63,7 @@ class RunDescription:
     streaming: bool = False
     val_size: float = 0.0
     preprocessing_num_workers: int | None = None
+    max_samples: int | None = None
     image_max_pixels: int = 768 * 768
     # method
     stage: str = "sft"
@@ -136,6 +138,7 @@ class RunDescription:
     # saving
     output_dir: str | None = None
     resume_from_checkpoint: str | bool | None = None
+    report_to: tuple[str, ...] = ("none",)
     save_strategy: str = "steps"
     save_steps: float = 500
     save_total_limit: int | None = None

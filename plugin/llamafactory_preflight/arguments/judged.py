@@ -55,7 +55,7 @@ WITHOUT_EFFECT = frozenset(
         "dataloader_pin_memory",
         "dataloader_prefetch_factor", "default_system", "disable_shuffling", "enable_thinking", "ignore_data_skip",
         "ignore_pad_token_for_loss", "interleave_probs", "label_names", "length_column_name", "mask_history",
-        "max_samples", "media_dir", "mix_strategy", "overwrite_cache", "preprocessing_batch_size",
+        "media_dir", "mix_strategy", "overwrite_cache", "preprocessing_batch_size",
         "preserve_thinking", "remove_unused_columns", "seed", "sortish_sampler", "split_special_tokens",
         "tool_format", "train_sampling_strategy", "use_fast_tokenizer",
         # Videos and sound, with which a run is `unknown`; and how small an image may be, where the largest counts.
@@ -75,7 +75,7 @@ WITHOUT_EFFECT = frozenset(
         "offload_folder", "om_hub_token", "overwrite_output_dir", "pissa_convert", "plot_loss", "print_param_status",
         "profile_modules", "profiler_active_steps", "profiler_output_dir", "profiler_profile_memory",
         "profiler_record_shapes", "profiler_repeat", "profiler_wait_steps", "profiler_warmup_steps",
-        "profiler_with_stack", "project", "push_to_hub", "report_to", "restore_callback_states_from_checkpoint",
+        "profiler_with_stack", "project", "push_to_hub", "restore_callback_states_from_checkpoint",
         "run_name", "save_on_each_node", "skip_memory_metrics", "swanlab_api_key",
         "swanlab_lark_secret", "swanlab_lark_webhook_url", "swanlab_logdir", "swanlab_mode", "swanlab_project",
         "swanlab_run_name", "swanlab_workspace", "trackio_bucket_id", "trackio_space_id", "trackio_static_space_id",
@@ -88,7 +88,7 @@ WITHOUT_EFFECT = frozenset(
         "skip_special_tokens", "temperature", "top_k", "top_p", "use_cache", "use_kv_cache",
         # Read only under a switch that is `unknown` itself: PPO, BAdam by ratio, fp8, FSDP, KTransformers,
         # other engines, Ray.
-        "adapter_folder", "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
+        "badam_update_ratio", "fp8_backend", "fp8_enable_fsdp_float8_all_gather",
         "kt_expert_checkpoint_path", "kt_lora_expert_intermediate_size", "kt_lora_expert_num", "kt_use_lora_experts",
         "kt_weight_path", "oft_target", "optim_target_modules", "ppo_buffer_size", "ray_init_kwargs",
         "ray_num_workers", "reward_model",

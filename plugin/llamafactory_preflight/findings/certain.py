@@ -9,8 +9,9 @@ from llamafactory_preflight.result import Finding
 
 CERTAIN = frozenset(
     {
-        "template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "data-rows",
-        "adapter-missing", "checkpoint-missing", "output-dir", "low-rank-optimizer",
+        "template-unknown", "data-set-unknown", "data-list-missing", "data-file-missing", "data-folder-empty",
+        "data-rows", "adapter-missing", "checkpoint-missing", "output-dir", "no-samples", "quantization-bits",
+        "dropout-range", "lora-target-unknown", "logger-unknown", "low-rank-optimizer",
     }
 )  # fmt: skip
 

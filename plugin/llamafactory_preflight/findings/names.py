@@ -67,6 +67,17 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
             yield Finding(id="data-set-unknown", severity="error", message=_unknown(file, key, name, known))
     for name in dict.fromkeys((*run.dataset, *run.eval_dataset)):
         rows = own_file(known.get(name))
+        if rows is not None and trains and _is_empty_folder(file.parent / rows):
+            yield Finding(
+                id="data-folder-empty",
+                severity="error",
+                message=phrase(
+                    "{rows} is empty, where {file} says that `{name}` is. Put its files there.",
+                    rows=file.parent / rows,
+                    file=file,
+                    name=name,
+                ),
+            )
         if rows is not None and not (file.parent / rows).exists():
             yield Finding(
                 id="data-file-missing",
@@ -79,6 +90,13 @@ def data_sets(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
                     name=name,
                 ),
             )
+
+
+def _is_empty_folder(path: Path) -> bool:
+    try:
+        return not any(path.iterdir())
+    except OSError:
+        return False
 
 
 def own_file(described: object) -> str | None:

@@ -6,9 +6,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
-from llamafactory_preflight.memory.layers.build import ADAPTERS
 from llamafactory_preflight.phrases import phrase
 from llamafactory_preflight.result import Finding
 from llamafactory_preflight.run import RunDescription
@@ -16,31 +14,11 @@ from llamafactory_preflight.run import RunDescription
 
 STATE = "trainer_state.json"
 """What `Trainer.train` reads of a checkpoint in any case, once the weights are loaded (transformers/trainer.py)."""
+ADAPTER = "adapter_config.json"
 EXAMPLE = "checkpoint-500"
 FOLDER = re.compile(r"checkpoint-\d+")
 WHOLE_MODEL_STAGES = ("rm", "ppo")
 """Where LLaMA-Factory sets `resume_from_checkpoint` aside but for adapters (hparams/parser.py)."""
-
-
-def adapters(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
-    """PEFT opens them once the weights are loaded.
-
-    Args:
-        run: The run.
-        trains: Whether it starts here and now; otherwise they may be on the machine that it is planned for.
-    """
-    severity: Literal["error", "warning"] = "error" if trains else "warning"
-    for folder in run.adapter_name_or_path if run.finetuning_type in ADAPTERS else ():
-        # A name with one slash may be a hub's.
-        is_path = folder.startswith((".", "/", "~")) or folder.count("/") > 1
-        if is_path and not os.path.isdir(folder):
-            yield Finding(
-                id="adapter-missing",
-                severity=severity,
-                message=phrase(
-                    "The adapter {folder} does not exist (`adapter_name_or_path`). Check the path.", folder=folder
-                ),
-            )
 
 
 def checkpoint(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
@@ -78,6 +56,25 @@ def checkpoint(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
                 example=os.path.join(asked, (_checkpoints(asked) or [EXAMPLE])[-1]),
             ),
         )
+
+
+def adapters(run: RunDescription, *, trains: bool) -> Iterator[Finding]:
+    """PEFT reads adapters of a folder or of the hub, whose names have one slash at most and no dot in front."""
+    if not trains or run.finetuning_type != "lora" or run.use_unsloth or run.use_kt:
+        return
+    for name in run.adapter_name_or_path:
+        is_folder = name.startswith((".", "/", "~")) or name.count("/") > 1
+        file = os.path.join(name, run.adapter_folder or "", ADAPTER)
+        if is_folder and not os.path.isfile(file):
+            yield Finding(
+                id="adapter-missing",
+                severity="error",
+                message=phrase(
+                    "`adapter_name_or_path: {name}` is no adapter, as {file} does not exist. Correct the path.",
+                    name=name,
+                    file=file,
+                ),
+            )
 
 
 def _checkpoints(folder: str) -> list[str]:

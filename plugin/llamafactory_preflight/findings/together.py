@@ -17,6 +17,7 @@ from llamafactory_preflight.findings import (
     nvme,
     packages,
     starting,
+    values,
     vision,
 )
 from llamafactory_preflight.machine.checkpoint_size import Checkpoint
@@ -71,7 +72,11 @@ def _all(result: Result, around: Surroundings) -> Iterator[Finding]:
         yield from names.data_sets(run, trains=starts_here)
         yield from data_rows.data_rows(run, trains=starts_here)
         yield from starting.adapters(run, trains=starts_here)
-        yield from starting.checkpoint(run, trains=starts_here)
+        yield from starting.checkpoint(run, trains=starts_here and not is_enabled(around.environ, "USE_MCA"))
+        yield from values.samples(run)
+        yield from values.quantization(run, result.shape)
+        yield from values.adapter(run, result.shape)
+        yield from values.reports(run)
         yield from arguments.low_rank_optimizer(run)
     yield from vision.images(result, around.images)
     if starts_here:

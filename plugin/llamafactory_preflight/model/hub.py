@@ -65,8 +65,8 @@ def find(
             next_step="Name the folder, or a model of the hub",
         )
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or len(name) > LONGEST_NAME:
-        # Ray may start its workers where the folder is.
-        raise (UserError if _enabled(env, "USE_RAY") else Refused)(
+        kind = UserError if _enabled(env, "USE_RAY") else Refused  # a worker may be another machine
+        raise kind(
             phrase("The model folder {name} does not exist", name=name),
             where="`model_name_or_path`",
             next_step="Write it from the root on, as ~ is not expanded" if name.startswith("~") else "Check the path",
