@@ -65,12 +65,12 @@ from llamafactory.model import load_tokenizer
 from omegaconf import OmegaConf
 preset, changes, cases = sys.argv[1], json.loads(sys.argv[2]), json.loads(sys.argv[3])
 sys.argv = sys.argv[:1]
-outcomes = {}
+outcomes, tokenizer = {}, None
 for name, more in cases.items():
     try:
         given = OmegaConf.to_container(OmegaConf.load(preset)) | changes | more | {"dataset": name}
         model, data, training, finetuning, _ = get_train_args(given)
-        tokenizer = load_tokenizer(model)
+        tokenizer = tokenizer or load_tokenizer(model)
         template = get_template_and_fix_tokenizer(tokenizer["tokenizer"], data)
         stage = {"dpo": "rm"}.get(finetuning.stage, finetuning.stage)
         assert len(get_dataset(template, model, data, training, stage=stage, **tokenizer)["train_dataset"])
